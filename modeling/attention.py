@@ -1,0 +1,164 @@
+"""HybridAttention: the family's own attention, run on each tier with the KV groups that live there.
+
+Positions, norms, masks, softcaps and score functions stay transformers' own code. Each tier has a narrowed copy of the family's
+module: its projections read that tier's rows, its head counts are the tier's. The partial outputs are added once.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_sparse.quantization import NeuronMatrix, gathered_accumulate, gathered_row_product
+
+from .block import HybridBlock, Projection, Shard
+from .cache import TierCacheView
+from .neurons import BlockId, WeightFormat
+from .tiers import merge, run_side_by_side, to_device
+
+HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads")
+CACHE_NAMES = ("cache", "layer_past", "past_key_values")
+
+
+class NeuronLinear(nn.Module):
+    """Stands in a narrowed module where a linear layer was. One that `writes` gives fp32, unmerged and without bias."""
+
+    def __init__(self, matrix: NeuronMatrix, bias: Tensor | None, writes: bool, compute_dtype: str) -> None:
+        super().__init__()
+        self.matrix, self.bias, self.writes, self.compute_dtype = matrix, bias, writes, compute_dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        if self.writes:
+            return gathered_accumulate(self.matrix, flat, compute_dtype=self.compute_dtype).view(*x.shape[:-1], -1)
+        out = gathered_row_product(self.matrix, flat, compute_dtype=self.compute_dtype)
+        if self.bias is not None:
+            out = out + self.bias
+        return out.to(x.dtype).view(*x.shape[:-1], -1)
+
+
+class _NarrowedConfig:
+    """A view of a config with other head counts: what else is read or changed on the config is seen through it."""
+
+    def __init__(self, config: Any, overrides: dict[str, int]) -> None:
+        self._config, self._overrides = config, overrides
+
+    def __getattr__(self, name: str) -> Any:
+        overrides = self.__dict__["_overrides"]
+        return overrides[name] if name in overrides else getattr(self.__dict__["_config"], name)
+
+
+class HybridAttention(HybridBlock):
+    """Takes and gives what the family's attention module does: `forward(hidden_states, ...) -> (output, attention weights or None)`.
+
+    `module` is that module, on the meta device; its projections are replaced, its other children (q and k norms) stay. The instance also
+    counts as one of the module's class, so that `output_attentions` finds it.
+    """
+
+    def __init__(
+        self,
+        id: BlockId,
+        path: str,
+        prefix: str,
+        neurons: int,
+        projections: Iterable[Projection],
+        weights: WeightFormat,
+        module: nn.Module,
+    ) -> None:
+        super().__init__(id, path, prefix, neurons, projections, weights)
+        object.__setattr__(self, "_template", module)
+        for name, child in module.named_children():
+            if name not in self.projections:
+                self.add_module(name, child)
+        self.modules_of_tiers: list[nn.Module] = []
+        cls = type(self)
+        self.__class__ = type(cls.__name__, (cls, type(module)), {"__module__": cls.__module__})  # type: ignore[assignment]
+
+    def _placed(self) -> None:
+        # a plain attribute: the narrowed modules share this block's children and must not be registered a second time
+        object.__setattr__(self, "modules_of_tiers", [self._narrowed(shard) for shard in self.shards])
+
+    def _narrowed(self, shard: Shard) -> nn.Module:
+        module = copy.copy(self._template)
+        module._modules = {}
+        for name, child in self.named_children():
+            if any(p.device != shard.tier.device for p in child.parameters()):
+                child = copy.deepcopy(child).to(shard.tier.device)
+            module._modules[name] = child
+        for name, projection in self.projections.items():
+            linear = NeuronLinear(shard.matrices[name], shard.biases.get(name), projection.writes, self.weights.compute_dtype)
+            module._modules[name] = linear
+        if len(shard.neurons) < self.neurons:
+            narrow = lambda count: count * len(shard.neurons) // self.neurons  # noqa: E731
+            for name in HEAD_COUNTS:
+                if hasattr(module, name):
+                    setattr(module, name, narrow(getattr(module, name)))
+            if hasattr(module, "config"):
+                heads = {name: getattr(module.config, name, None) for name in HEAD_COUNTS}
+                overrides = {name: narrow(count) for name, count in heads.items() if isinstance(count, int)}
+                module.config = _NarrowedConfig(module.config, overrides)
+        return module.eval()
+
+    @property
+    def output_linear(self) -> NeuronLinear:
+        """The projection that writes, while one tier holds the whole block; its input is what the heads contribute."""
+        name = next(name for name, p in self.projections.items() if p.writes)
+        (module,) = self.modules_of_tiers
+        return module.get_submodule(name)  # type: ignore[return-value]
+
+    def forward(self, hidden_states: Tensor, residual: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """`residual` is added for families whose attention does so itself (Bloom)."""
+        results = run_side_by_side(
+            list(enumerate(self.shards)),
+            lambda item: self._partial(item[0], item[1], hidden_states, residual, kwargs),
+            lambda item: item[1].tier.device,
+        )
+        out = merge([partial for partial, _ in results], hidden_states.device)
+        if self.output_bias is not None:
+            out = out + self.output_bias
+        out = out.to(hidden_states.dtype)
+        if residual is not None:
+            out = out + residual
+        return out, self._merged_weights([weights for _, weights in results])
+
+    def _partial(
+        self, tier: int, shard: Shard, hidden_states: Tensor, residual: Tensor | None, kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor | None]:
+        device = shard.tier.device
+        kwargs = {name: to_device(value, device) for name, value in kwargs.items()}
+        if len(self.shards) > 1:
+            groups = [s.neurons for s in self.shards]
+            for name in CACHE_NAMES:
+                if kwargs.get(name) is not None:
+                    kwargs[name] = TierCacheView(kwargs[name], tier, groups)
+            if kwargs.get("alibi") is not None:
+                kwargs["alibi"] = self._alibi_of(shard, kwargs["alibi"], hidden_states.shape[0])
+            mask = kwargs.get("attention_mask")
+            if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[1] > 1:  # one mask per head: ALiBi is in it
+                kwargs["attention_mask"] = mask[:, self._query_heads(shard, mask.shape[1])]
+        if residual is not None:
+            kwargs["residual"] = torch.zeros((), device=device)
+        return self.modules_of_tiers[tier](hidden_states.to(device), **kwargs)
+
+    def _query_heads(self, shard: Shard, total: int) -> Tensor:
+        per_group = total // self.neurons
+        return (shard.neurons.long()[:, None] * per_group + torch.arange(per_group, device=shard.neurons.device)).flatten()
+
+    def _alibi_of(self, shard: Shard, alibi: Tensor, batch: int) -> Tensor:
+        """alibi [batch * heads, 1, keys] -> the same for the heads of one tier."""
+        alibi = alibi.view(batch, -1, *alibi.shape[1:])
+        return alibi[:, self._query_heads(shard, alibi.shape[1])].flatten(0, 1)
+
+    def _merged_weights(self, parts: list[Tensor | None]) -> Tensor | None:
+        """Attention weights [batch, heads, queries, keys] of all tiers, in model order."""
+        if len(parts) == 1:
+            return parts[0]
+        if any(part is None for part in parts):
+            return None
+        whole = torch.cat([part.to(parts[0].device) for part in parts], dim=1)  # type: ignore[union-attr]
+        heads = torch.cat([self._query_heads(shard, whole.shape[1]).to(whole.device) for shard in self.shards])
+        return whole[:, heads.argsort()]

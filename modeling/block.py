@@ -1,0 +1,191 @@
+"""HybridBlock: what HybridMLP and HybridAttention share. Weights in NeuronMatrix form, split between tiers by neuron.
+
+A projection is one linear layer of the checkpoint. Its stored rows belong to neurons, segment by segment: `q_proj` has one segment in
+which KV group g owns a run of rows; a fused `gate_up_proj` has two segments in which neuron n owns one row each. Projections that write
+to the hidden states (down, o) are stored transposed, so that there too a neuron owns whole rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_sparse.quantization import NeuronMatrix
+
+from .neurons import BlockId, Tier, WeightFormat
+
+INDEX_BYTES = 4  # a shard keeps the model position of each of its neurons as int32
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A linear layer of a block. `rows`: how many stored rows one neuron owns in each consecutive segment; `writes`: it writes to the
+    hidden states, so its weight [out, in] is stored transposed; `columns`: width of a stored row."""
+
+    name: str
+    rows: tuple[int, ...]
+    columns: int
+    writes: bool = False
+    bias: bool = False
+
+    def stored_rows(self, neurons: Tensor, total: int) -> Tensor:
+        """int64: the stored rows that `neurons` (int, ascending) own, in the layout of the whole projection with only them in it."""
+        start, parts = 0, []
+        for count in self.rows:
+            parts.append((start + neurons.long()[:, None] * count + torch.arange(count)).flatten())
+            start += count * total
+        return torch.cat(parts)
+
+
+@dataclass
+class Shard:
+    """The part of a block that lives on one tier. `neurons`: int32 [n], their positions in the model, ascending."""
+
+    tier: Tier
+    neurons: Tensor
+    matrices: dict[str, NeuronMatrix]
+    biases: dict[str, Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        tensors = (self.neurons, *self.biases.values())
+        return sum(m.nbytes for m in self.matrices.values()) + sum(t.numel() * t.element_size() for t in tensors)
+
+
+class HybridBlock(nn.Module):
+    """Base of the hybrid blocks: loads a block's tensors one by one, splits its neurons between tiers, and saves them in model order.
+
+    `path` is the block's place in its decoder layer ("mlp"); `prefix` is what a projection's name in the checkpoint has in front of it,
+    relative to the layer ("mlp.", or "" where the projections are the layer's own, as in OPT).
+    """
+
+    def __init__(
+        self, id: BlockId, path: str, prefix: str, neurons: int, projections: Iterable[Projection], weights: WeightFormat
+    ) -> None:
+        super().__init__()
+        self.id, self.path, self.prefix, self.neurons, self.weights = id, path, prefix, neurons, weights
+        self.projections = {projection.name: projection for projection in projections}
+        self.shards: list[Shard] = []
+        self.output_bias: Tensor | None = None  # of the projection that writes: added once, after the merge
+        self._loaded: dict[str, Tensor | NeuronMatrix] = {}
+
+    # Loading: names are relative to the block, "gate_proj.weight", or "gate_proj.codes" and ".scales" of a saved model.
+
+    def expected_tensors(self, quantized: bool) -> list[str]:
+        leaves = ("codes", "scales") if quantized else ("weight",)
+        return [
+            f"{p.name}.{leaf}" for p in self.projections.values() for leaf in (*leaves, *(("bias",) if p.bias else ()))
+        ]
+
+    def load(self, name: str, tensor: Tensor) -> None:
+        """Takes one tensor of the checkpoint and packs it. Raises ValueError where its shape does not fit the block."""
+        projection_name, _, leaf = name.rpartition(".")
+        projection = self.projections[projection_name]
+        stored = (sum(projection.rows) * self.neurons, projection.columns)
+        if leaf == "weight":
+            weight = tensor.T if projection.writes else tensor
+            if tuple(weight.shape) != stored:
+                expected = stored[::-1] if projection.writes else stored
+                raise ValueError(f"{self.id} {name}: expected shape {list(expected)}, got {list(tensor.shape)}")
+            self._loaded[projection_name] = NeuronMatrix.quantize(weight, self.weights.weight_dtype, self.weights.group_size)
+        elif leaf == "bias":
+            width = projection.columns if projection.writes else stored[0]
+            if tuple(tensor.shape) != (width,):
+                raise ValueError(f"{self.id} {name}: expected shape [{width}], got {list(tensor.shape)}")
+            self._loaded[name] = tensor.clone()
+        else:
+            self._loaded[name] = tensor
+            parts = {leaf: self._loaded.get(f"{projection_name}.{leaf}") for leaf in ("codes", "scales")}
+            if None not in parts.values():
+                self._loaded[projection_name] = NeuronMatrix.from_tensors(
+                    parts, self.weights.weight_dtype, self.weights.group_size, *stored  # type: ignore[arg-type]
+                )
+                for part in parts:
+                    del self._loaded[f"{projection_name}.{part}"]
+
+    # Placing
+
+    def bytes_per_neuron(self) -> int:
+        """What one neuron takes on the tier where it lives, exactly: its rows of every projection, their biases, its index."""
+        matrices, biases, _ = self._whole()
+        rows = {name: sum(p.rows) for name, p in self.projections.items()}
+        weights = sum(rows[name] * matrix.nbytes // matrix.rows for name, matrix in matrices.items())
+        return weights + sum(rows[name] * bias.element_size() for name, bias in biases.items()) + INDEX_BYTES
+
+    def place(self, tiers: Sequence[Tier], tier_of: Tensor) -> None:
+        """Moves each neuron to `tiers[tier_of[neuron]]`; `tier_of` is int64 [neurons]. `tiers[0]` is where hidden states live."""
+        matrices, biases, output_bias = self._whole()
+        self._loaded.clear()
+        shards = []
+        for position, tier in enumerate(tiers):
+            neurons = (tier_of == position).nonzero().flatten()
+            if not len(neurons):
+                continue
+            whole = len(neurons) == self.neurons
+            shard = Shard(tier, neurons.to(tier.device, torch.int32), {}, {})
+            for name, matrix in matrices.items():
+                rows = None if whole else self.projections[name].stored_rows(neurons, self.neurons)
+                shard.matrices[name] = (matrix if rows is None else matrix.select(rows.to(matrix.device))).to(tier.device)
+                if name in biases:
+                    bias = biases[name]
+                    shard.biases[name] = (bias if rows is None else bias[rows.to(bias.device)]).to(tier.device)
+            shards.append(shard)
+        self.shards = shards
+        self.output_bias = None if output_bias is None else output_bias.to(tiers[0].device)
+        self._placed()
+
+    def _placed(self) -> None:
+        """For subclasses: the shards have changed."""
+
+    def _whole(self) -> tuple[dict[str, NeuronMatrix], dict[str, Tensor], Tensor | None]:
+        """Matrices and input biases in model order, and the output bias, from the shards or, before `place`, as loaded."""
+        if not self.shards:
+            writes = next(name for name, p in self.projections.items() if p.writes)
+            matrices = {name: self._loaded[name] for name in self.projections}
+            biases = {n: self._loaded[f"{n}.bias"] for n in self.projections if n != writes and f"{n}.bias" in self._loaded}
+            return matrices, biases, self._loaded.get(f"{writes}.bias")  # type: ignore[return-value]
+        if len(self.shards) == 1:
+            return self.shards[0].matrices, self.shards[0].biases, self.output_bias
+        matrices, biases = {}, {}
+        for name, projection in self.projections.items():
+            rows = [projection.stored_rows(shard.neurons.cpu(), self.neurons) for shard in self.shards]
+            matrices[name] = NeuronMatrix.scatter([(r, s.matrices[name]) for r, s in zip(rows, self.shards)])
+            if name in self.shards[0].biases:
+                parts = [shard.biases[name].cpu() for shard in self.shards]
+                biases[name] = torch.empty(sum(map(len, parts)), dtype=parts[0].dtype)
+                for r, part in zip(rows, parts):
+                    biases[name][r] = part
+        return matrices, biases, self.output_bias
+
+    # Saving: in model order under the checkpoint's own names, whatever the placement.
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        layer = prefix.removesuffix(f"{self.path}.")
+        matrices, biases, output_bias = self._whole()
+        for name, matrix in matrices.items():
+            projection = self.projections[name]
+            for leaf, tensor in matrix.tensors().items():
+                if leaf == "weight" and projection.writes:
+                    tensor = tensor.T.contiguous()
+                destination[f"{layer}{self.prefix}{name}.{leaf}"] = tensor
+            bias = output_bias if projection.writes else biases.get(name)
+            if bias is not None:
+                destination[f"{layer}{self.prefix}{name}.bias"] = bias
+
+    def dequantize(self) -> dict[str, Tensor]:
+        """{"q_proj.weight": fp32 [out, in], ...} in the checkpoint's orientation: what transformers would need to compute the same."""
+        matrices, _, _ = self._whole()
+        weights: Mapping[str, Tensor] = {name: matrix.dequantize() for name, matrix in matrices.items()}
+        return {
+            f"{self.prefix}{name}.weight": weight.T.contiguous() if self.projections[name].writes else weight
+            for name, weight in weights.items()
+        }
+
+    def extra_repr(self) -> str:
+        where = ", ".join(f"{len(shard.neurons)} on {shard.tier.name}" for shard in self.shards) or "not placed"
+        return f"neurons={self.neurons} ({where}), weights={self.weights.weight_dtype or 'unquantized'}"

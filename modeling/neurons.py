@@ -1,0 +1,92 @@
+"""Where neurons are: addresses, tiers and placements. Frozen data that the solver writes and the blocks read.
+
+A neuron is one hidden unit of an MLP (a row of gate and up, a column of down) or, in attention, one KV group: a KV head with the
+query heads that share it (PowerInfer, SOSP'24, places MLP neurons and attention heads alike).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+BlockKind = Literal["attention", "mlp"]
+
+
+@dataclass(frozen=True, order=True)
+class BlockId:
+    """Address of a hybrid block: decoder layer (from 0) and kind. Sorts by layer number, then attention before mlp."""
+
+    layer: int
+    kind: BlockKind
+
+    def __str__(self) -> str:
+        return f"{self.layer}.{self.kind}"
+
+    @classmethod
+    def parse(cls, text: str) -> BlockId:
+        """The inverse of `str`. Raises ValueError where `text` is not `<layer>.<attention|mlp>`."""
+        layer, _, kind = text.partition(".")
+        if not layer.isdecimal() or kind not in ("attention", "mlp"):
+            raise ValueError(f"block id {text!r}: expected '<layer>.attention' or '<layer>.mlp'")
+        return cls(int(layer), kind)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """How a block stores and multiplies its weights.
+
+    `weight_dtype`: "nf4", "fp4", "int4", "int8", or None for weights kept as they came. `group_size`: columns that share a scale.
+    `compute_dtype`: "int8", "bf16" or "fp32", see `hf_sparse.quantization.gathered_row_product`.
+    """
+
+    weight_dtype: str | None = None
+    group_size: int = 64
+    compute_dtype: str = "fp32"
+
+
+@dataclass(frozen=True)
+class Tier:
+    """A place where neurons live and are computed.
+
+    `budget` is in bytes, None for no limit. `bandwidth` is the read bandwidth in bytes per second and `sync_seconds` what it
+    costs once per block to hand activations over and merge the result; both feed the cost model only.
+    """
+
+    name: str
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    budget: int | None = None
+    bandwidth: float = 10e9
+    sync_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.budget is not None and self.budget < 0:
+            raise ValueError(f"tier {self.name!r}: budget must be >= 0 bytes or None, got {self.budget}")
+        if not self.bandwidth > 0:
+            raise ValueError(f"tier {self.name!r}: bandwidth must be > 0 bytes per second, got {self.bandwidth}")
+        if not self.sync_seconds >= 0:
+            raise ValueError(f"tier {self.name!r}: sync_seconds must be >= 0, got {self.sync_seconds}")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which neuron lives on which tier.
+
+    `tiers[0]` is the primary tier: hidden states, embeddings, norms and merges live on its device. `assignment[block]` is an int64
+    tensor [neurons of that block] of positions in `tiers`.
+    """
+
+    tiers: tuple[Tier, ...]
+    assignment: Mapping[BlockId, Tensor]
+
+    def __post_init__(self) -> None:
+        if not self.tiers:
+            raise ValueError("tiers: a placement needs at least one tier")
+        for block, tier_of in self.assignment.items():
+            if tier_of.dim() != 1 or tier_of.dtype != torch.int64:
+                raise ValueError(f"assignment[{block}]: expected int64 [neurons], got {tier_of.dtype} {list(tier_of.shape)}")
+            if tier_of.numel() and not 0 <= int(tier_of.min()) <= int(tier_of.max()) < len(self.tiers):
+                raise ValueError(f"assignment[{block}]: tier positions must lie in 0..{len(self.tiers) - 1}")

@@ -1,0 +1,45 @@
+"""Predictor: a small network beside an MLP that foretells which of its neurons will be active.
+
+fc1 (d_model -> r), ReLU, fc2 (r -> neurons), fed with the block's own input (DejaVu, ICML'23, section 4; PowerInfer, SOSP'24). The
+bias shifts each neuron's decision so that recall, not accuracy, is what training aims at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from hf_sparse.quantization import NeuronMatrix, gathered_row_product
+
+
+class Predictor:
+    """Weights are kept in 8 bits. `fc1`: [r, d_model], `fc2`: [neurons, r], `bias`: [neurons]; a score above zero means active."""
+
+    def __init__(self, fc1: Tensor, fc2: Tensor, bias: Tensor) -> None:
+        if not (fc1.dim() == fc2.dim() == 2 and fc2.shape[1] == fc1.shape[0] and bias.shape == (fc2.shape[0],)):
+            raise ValueError(
+                f"predictor: expected fc1 [r, d_model], fc2 [neurons, r], bias [neurons], got {list(fc1.shape)}, "
+                f"{list(fc2.shape)}, {list(bias.shape)}"
+            )
+        self.fc1 = NeuronMatrix.quantize(fc1, "int8", 32)
+        self.fc2 = NeuronMatrix.quantize(fc2, "int8", 32)
+        self.bias = bias.float()
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], device: torch.device) -> Predictor:
+        """From a plan's `fc1`, `fc2` and `bias`."""
+        predictor = cls(tensors["fc1"], tensors["fc2"], tensors["bias"])
+        predictor.fc1, predictor.fc2 = predictor.fc1.to(device), predictor.fc2.to(device)
+        predictor.bias = predictor.bias.to(device)
+        return predictor
+
+    def active(self, x: Tensor) -> Tensor:
+        """bool [tokens, neurons] for the block's input `x` [tokens, d_model]."""
+        hidden = gathered_row_product(self.fc1, x).relu_()
+        return gathered_row_product(self.fc2, hidden).add_(self.bias) > 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.fc1.nbytes + self.fc2.nbytes + self.bias.numel() * self.bias.element_size()
