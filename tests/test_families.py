@@ -1,0 +1,87 @@
+"""The family table is the test matrix: each case is a checkpoint saved by transformers, and transformers' output is the reference."""
+
+import pytest
+import torch
+from tiny_models import CASES, prompt_ids, save_checkpoint
+from transformers import AutoModelForCausalLM
+
+from hf_sparse import SparseAutoModelForCausalLM, WeightOnlyQuantConfig
+from hf_sparse.modeling import FAMILIES, Tier
+
+QUICK = {"calibration_tokens": 64, "max_perplexity_increase": 0}
+
+
+def two_tiers(budget=None):
+    """A second CPU tier in the GPU's place: the code path is the same."""
+    return (Tier("fast", budget=budget, bandwidth=100e9), Tier("cpu"))
+
+
+def half_budget(model):
+    total = sum(tier.nbytes for tier in model.placement_summary().tiers)
+    return (total + model.resident_bytes()) // 2
+
+
+@pytest.fixture(scope="module", params=CASES)
+def checkpoint(request, tmp_path_factory):
+    directory = tmp_path_factory.mktemp(request.param)
+    return directory, save_checkpoint(request.param, directory)
+
+
+def test_every_family_of_the_table_is_tested():
+    assert {model_type for model_type, _ in CASES.values()} == set(FAMILIES)
+
+
+@torch.no_grad()
+def same_logits(model, reference, tolerance=2e-6):
+    ids = prompt_ids(2, 13)
+    expected, got = reference(ids).logits, model(ids).logits
+    assert (expected - got).abs().max() <= tolerance * expected.abs().max() + 1e-6
+
+
+def same_text(model, reference):
+    ids = prompt_ids(2, 9, seed=1)
+    options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(ids, **options), reference.generate(ids, **options))
+
+
+def test_unquantized_equals_transformers(checkpoint):
+    directory, reference = checkpoint
+    model = SparseAutoModelForCausalLM.from_pretrained(directory, **QUICK)
+    same_logits(model, reference)
+    same_text(model, reference)
+
+
+@pytest.mark.parametrize("weight_dtype", ["nf4", "int8"])
+def test_quantized_equals_transformers_on_the_dequantized_weights(checkpoint, weight_dtype):
+    directory, _ = checkpoint
+    quantization = WeightOnlyQuantConfig(weight_dtype=weight_dtype, compute_dtype="fp32", group_size=32)
+    model = SparseAutoModelForCausalLM.from_pretrained(directory, quantization_config=quantization, **QUICK)
+    reference = AutoModelForCausalLM.from_pretrained(directory, state_dict=model.dequantized_state_dict()).eval()
+    same_logits(model, reference, tolerance=1e-5)
+    same_text(model, reference)
+
+
+def test_two_tiers_equal_one_within_the_budget(checkpoint):
+    directory, reference = checkpoint
+    whole = SparseAutoModelForCausalLM.from_pretrained(directory, **QUICK)
+    budget = half_budget(whole)
+    model = SparseAutoModelForCausalLM.from_pretrained(directory, tiers=two_tiers(budget), **QUICK)
+    fast, cpu = model.placement_summary().tiers
+    assert 0.8 * budget < fast.nbytes <= budget and cpu.nbytes > 0
+    same_logits(model, reference, tolerance=5e-6)
+    same_text(model, reference)
+
+
+def test_a_saved_model_loads_again_as_it_was(checkpoint, tmp_path):
+    directory, _ = checkpoint
+    quantization = WeightOnlyQuantConfig(group_size=32)
+    model = SparseAutoModelForCausalLM.from_pretrained(directory, quantization_config=quantization, **QUICK)
+    model.save_pretrained(tmp_path / "saved")
+    again = SparseAutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert again.config.quantization_config == quantization
+    assert again.plan.calibration_report == model.plan.calibration_report  # not calibrated again
+    ids = prompt_ids(2, 13)
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, model(ids).logits)
+    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    assert tied == (again.get_input_embeddings().weight is again.get_output_embeddings().weight) == model.config.tie_word_embeddings
