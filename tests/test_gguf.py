@@ -3,6 +3,7 @@
 import logging
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -287,7 +288,9 @@ def test_real_file_equals_transformers() -> None:
     )
     model = on_meta(config)
     checkpoint = open_checkpoint(file.parent, model=model, gguf_file=file.name)
-    expected = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)["tensors"]
+    # of the model itself transformers maps every submodule again, which takes long
+    names = SimpleNamespace(config=config, state_dict=model.state_dict, named_children=list)
+    expected = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=names)["tensors"]
     assert sorted(checkpoint.names()) == sorted(expected)
     for name, tensor in expected.items():
         assert torch.equal(checkpoint.tensor(name), tensor), name

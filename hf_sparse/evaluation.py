@@ -1,0 +1,30 @@
+"""How good a model is: perplexity, under the rules that apply or without them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_sparse.modeling import Skipping, skipping
+
+
+def batches(rows: Tensor, model: PreTrainedModel) -> Iterator[Tensor]:
+    """`rows` in batches whose logits take about 100 MB."""
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    yield from rows.split(max(1, (1 << 25) // (vocabulary * rows.shape[1])))
+
+
+def perplexity(model: PreTrainedModel, rows: Tensor, mode: Skipping) -> float:
+    """exp of the mean negative log likelihood of tokens 1.. of each row; `mode` as in `modeling.skipping`."""
+    total, count = 0.0, 0
+    with torch.no_grad(), skipping(mode):
+        for batch in batches(rows, model):
+            logits = model(batch, use_cache=False).logits[:, :-1]
+            for row, targets in zip(logits, batch[:, 1:]):
+                total += float(torch.nn.functional.cross_entropy(row.float(), targets, reduction="sum"))
+                count += targets.numel()
+    return math.exp(min(total / count, 700.0)) if not math.isnan(total) else math.nan

@@ -1,0 +1,378 @@
+"""PlacementPlan: what was calibrated for one checkpoint, and the two files it is kept in.
+
+`plan.safetensors` holds the tensors (`0.mlp.impact`, `0.mlp.active_fraction`, `0.mlp.predictor.fc1`, ...), `plan.json`
+everything else and the sha256 of the first, so that a pair that does not belong together is seen. A plan may come from
+anywhere: nothing is unpickled, and no field is believed before it was checked. `plan_store.py` knows where plans lie.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from hf_sparse.modeling import BlockId
+
+PLAN_JSON, PLAN_TENSORS = "plan.json", "plan.safetensors"
+FORMAT, FORMAT_VERSION = "hf_sparse.plan", 1
+_LARGEST_JSON = 2**26
+_PREDICTOR_TENSORS = ("fc1", "fc2", "bias")
+_RULE_KINDS = ("none", "exact", "magnitude", "predicted")
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class PlanError(ValueError):
+    """A plan that cannot be used. `field` names what is wrong, such as `blocks[3.mlp].rule.threshold`."""
+
+    def __init__(self, where: object, field: str, got: object, expected: str) -> None:
+        text = got if isinstance(got, str) else repr(got)
+        super().__init__(
+            f"{where}: {field}: got {text if len(text) < 200 else text[:200] + '...'}, expected {expected}"
+        )
+        self.field = field
+
+
+@dataclass(frozen=True)
+class PlanKey:
+    """What a plan was calibrated for: `checkpoint` is a sha256 in hex, `quantization` ({} for none) and `calibration`
+    are JSON values.
+    """
+
+    checkpoint: str
+    quantization: dict[str, Any]
+    calibration: dict[str, Any]
+
+
+@dataclass(eq=False)
+class BlockProfile:
+    """What calibration measured of one block, both float32 [neurons]: `impact` (>= 0) is how much a neuron contributes,
+    `active_fraction` (0..1) how often it is computed."""
+
+    impact: Tensor
+    active_fraction: Tensor
+
+
+@dataclass(eq=False)
+class PlacementPlan:
+    """Everything calibrated for one checkpoint. Profile, rules and predictors do not depend on budgets or hardware.
+
+    `rules[id]` is a SkipRule as a dict, one for each MLP block at least. `predictors[id]` holds `fc1` [r, d_model],
+    `fc2` [neurons, r] and `bias` [neurons], floating, exactly where the rule's kind is "predicted".
+    `calibration_report` is any JSON value.
+    """
+
+    key: PlanKey
+    model_type: str
+    blocks: dict[BlockId, BlockProfile]
+    rules: dict[BlockId, dict[str, Any]]
+    predictors: dict[BlockId, dict[str, Tensor]]
+    calibration_report: dict[str, Any]
+    library_version: str
+
+    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
+        """Writes both files aside and renames them, the tensors first. Raises PlanError for a plan that could not be
+        read again.
+        """
+        _validate(self, "plan")
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        # Copies: safetensors refuses tensors that share their memory.
+        packed = save({name: t.detach().to("cpu", copy=True).contiguous() for name, t in _tensors(self).items()})
+        text = json.dumps(_to_json(self, hashlib.sha256(packed).hexdigest()), indent=1, sort_keys=True, allow_nan=False)
+        with tempfile.TemporaryDirectory(prefix=f".{directory.name}-", dir=directory.parent) as aside:
+            Path(aside, PLAN_TENSORS).write_bytes(packed)
+            Path(aside, PLAN_JSON).write_text(text, encoding="utf-8")
+            for name in (PLAN_TENSORS, PLAN_JSON):
+                Path(aside, name).replace(directory / name)
+
+    @classmethod
+    def from_pretrained(cls, directory: str | os.PathLike[str]) -> PlacementPlan:
+        """Reads what `save_pretrained` wrote. Raises FileNotFoundError where there is no plan.json, and PlanError,
+        which names file, field, what came and what was expected, for one that is damaged, incomplete or of another
+        format.
+        """
+        where = Path(directory) / PLAN_JSON
+        if (size := where.stat().st_size) > _LARGEST_JSON:
+            raise PlanError(where, "file", f"{size} bytes", f"at most {_LARGEST_JSON} bytes")
+        read = JsonReader(where, parse_json(read_file(where), where))
+        if (name := read.value("format", str)) != FORMAT:
+            raise PlanError(where, "format", name, repr(FORMAT))
+        if (version := read.value("format_version", int)) != FORMAT_VERSION:
+            raise PlanError(where, "format_version", version, f"{FORMAT_VERSION}; a newer hf_sparse may read it")
+        packed = where.with_name(PLAN_TENSORS)
+        contents = read_file(packed)
+        # Hashed and used are the same bytes, whoever writes the file meanwhile.
+        if (sha256 := hashlib.sha256(contents).hexdigest()) != read.value("tensors_sha256", str):
+            raise PlanError(
+                packed, "tensors_sha256", sha256, f"{read.value('tensors_sha256', str)}, as {PLAN_JSON} says"
+            )
+        tensors, _ = parse_tensors(contents, packed)
+        key = read.inner("key")
+        plan = cls(
+            key=PlanKey(key.value("checkpoint", str), key.value("quantization", dict), key.value("calibration", dict)),
+            model_type=read.value("model_type", str),
+            blocks={},
+            rules={},
+            predictors={},
+            calibration_report=read.value("calibration_report", dict),
+            library_version=read.value("library_version", str),
+        )
+        blocks = read.inner("blocks")
+        for text in blocks.fields:
+            try:
+                id = BlockId.parse(text)
+            except ValueError:
+                id = None
+            if id is None or str(id) != text:  # "07.mlp" would be a second name of "7.mlp"
+                raise PlanError(where, f"blocks[{text}]", text, "a block id such as '0.mlp'")
+            block = blocks.inner(text)
+            plan.blocks[id] = BlockProfile(
+                *(take(tensors, packed, f"{id}.{name}") for name in ("impact", "active_fraction"))
+            )
+            neurons = block.value("neurons", int)
+            if neurons != plan.blocks[id].impact.numel():
+                raise PlanError(
+                    where,
+                    f"blocks[{id}].neurons",
+                    neurons,
+                    f"{plan.blocks[id].impact.numel()}, the length of its impact",
+                )
+            if block.fields.get("rule") is not None:
+                plan.rules[id] = block.value("rule", dict)
+                if plan.rules[id].get("kind") == "predicted":
+                    plan.predictors[id] = {
+                        name: take(tensors, packed, f"{id}.predictor.{name}") for name in _PREDICTOR_TENSORS
+                    }
+        if tensors:
+            raise PlanError(packed, sorted(tensors)[0], "a tensor of that name", "only tensors that plan.json asks for")
+        _validate(plan, where)
+        return plan
+
+    def check_model(self, *, model_type: str, neurons: Mapping[BlockId, int], hidden_size: int, key: PlanKey) -> None:
+        """Raises PlanError naming the first field that does not fit the model: `neurons` by block, `hidden_size`
+        (d_model, what predictors read) and `key` are what it has.
+        """
+        for field, got, expected in (
+            ("model_type", self.model_type, model_type),
+            ("key.checkpoint", self.key.checkpoint, key.checkpoint),
+            ("key.quantization", canonical_json(self.key.quantization), canonical_json(key.quantization)),
+            ("key.calibration", canonical_json(self.key.calibration), canonical_json(key.calibration)),
+        ):
+            if got != expected:
+                raise PlanError("plan", field, got, expected)
+        for id in sorted(set(neurons) ^ set(self.blocks)):
+            got, expected = (
+                ("no such block", "one of it") if id in neurons else ("a block", "none: the model has no such block")
+            )
+            raise PlanError("plan", f"blocks[{id}]", got, expected)
+        for id, count in neurons.items():
+            if self.blocks[id].impact.numel() != count:
+                raise PlanError(
+                    "plan", f"blocks[{id}].neurons", self.blocks[id].impact.numel(), f"{count}, as the model has"
+                )
+        for id, predictor in self.predictors.items():
+            if predictor["fc1"].shape[1] != hidden_size:
+                shape = list(predictor["fc1"].shape)
+                raise PlanError(
+                    "plan", f"blocks[{id}].predictor.fc1", shape, f"[r, {hidden_size}], the model's hidden size"
+                )
+
+
+def canonical_json(value: object) -> str:
+    return json.dumps(value, sort_keys=True, allow_nan=False)
+
+
+def _tensors(plan: PlacementPlan) -> dict[str, Tensor]:
+    tensors = {}
+    for id, profile in plan.blocks.items():
+        tensors[f"{id}.impact"], tensors[f"{id}.active_fraction"] = profile.impact, profile.active_fraction
+    for id, predictor in plan.predictors.items():
+        tensors.update({f"{id}.predictor.{name}": predictor[name] for name in _PREDICTOR_TENSORS})
+    return tensors
+
+
+def _to_json(plan: PlacementPlan, tensors_sha256: str) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "library_version": plan.library_version,
+        "model_type": plan.model_type,
+        "key": vars(plan.key),
+        "blocks": {str(id): {"neurons": p.impact.numel(), "rule": plan.rules.get(id)} for id, p in plan.blocks.items()},
+        "calibration_report": plan.calibration_report,
+        "tensors_sha256": tensors_sha256,
+    }
+
+
+# Checks that hold for a plan in memory as for one that was read
+
+
+def _validate(plan: PlacementPlan, where: object) -> None:
+    if not isinstance(plan.key.checkpoint, str) or not re.fullmatch("[0-9a-f]{64}", plan.key.checkpoint):
+        raise PlanError(where, "key.checkpoint", plan.key.checkpoint, "a sha256: 64 hexadecimal digits")
+    for field, value in (
+        ("key.quantization", plan.key.quantization),
+        ("key.calibration", plan.key.calibration),
+        ("calibration_report", plan.calibration_report),
+    ):
+        _check_json(value, where, field)
+    for field, text in (("model_type", plan.model_type), ("library_version", plan.library_version)):
+        if not isinstance(text, str) or not text:
+            raise PlanError(where, field, text, "a text that is not empty")
+    if not plan.blocks:
+        raise PlanError(where, "blocks", "none", "at least one block")
+    for id, profile in plan.blocks.items():
+        _check_profile(profile, where, f"blocks[{id}]")
+        if id.kind == "mlp" and id not in plan.rules:
+            raise PlanError(where, f"blocks[{id}].rule", "none", "a rule, as every mlp block has")
+    for id in [*plan.rules, *plan.predictors]:
+        if id not in plan.blocks:
+            raise PlanError(where, f"blocks[{id}]", "a rule or predictor without a profile", "a profile for each block")
+    for id, rule in plan.rules.items():
+        _check_rule(rule, where, f"blocks[{id}].rule")
+        if (rule["kind"] == "predicted") != (id in plan.predictors):
+            got = f"rule {rule['kind']!r} {'with' if id in plan.predictors else 'without'} a predictor"
+            raise PlanError(where, f"blocks[{id}].predictor", got, "a predictor exactly where the rule is 'predicted'")
+    for id, predictor in plan.predictors.items():
+        _check_predictor(predictor, plan.blocks[id].impact.numel(), where, f"blocks[{id}].predictor")
+
+
+def _check_json(value: object, where: object, field: str) -> None:
+    try:
+        if not isinstance(value, dict) or json.loads(canonical_json(value)) != json.loads(json.dumps(value)):
+            raise TypeError
+    except (TypeError, ValueError, RecursionError):
+        raise PlanError(where, field, value, "an object of JSON values with finite numbers") from None
+
+
+def check_tensor(
+    tensor: object, dtypes: tuple[torch.dtype, ...], shape: list[int], where: object, field: str
+) -> Tensor:
+    expected = f"{' or '.join(str(dtype) for dtype in dtypes)} {shape}"
+    if not isinstance(tensor, Tensor):
+        raise PlanError(where, field, tensor, expected)
+    if tensor.dtype not in dtypes or list(tensor.shape) != shape:
+        raise PlanError(where, field, f"{tensor.dtype} {list(tensor.shape)}", expected)
+    if not bool(torch.isfinite(tensor).all()):
+        raise PlanError(where, field, "NaN or infinite values", "finite values")
+    return tensor
+
+
+def _check_profile(profile: BlockProfile, where: object, field: str) -> None:
+    neurons = max(1, profile.impact.numel())
+    impact = check_tensor(profile.impact, (torch.float32,), [neurons], where, f"{field}.impact")
+    fraction = check_tensor(profile.active_fraction, (torch.float32,), [neurons], where, f"{field}.active_fraction")
+    if float(impact.min()) < 0:
+        raise PlanError(where, f"{field}.impact", float(impact.min()), "values >= 0")
+    if float(fraction.min()) < 0 or float(fraction.max()) > 1:
+        raise PlanError(
+            where, f"{field}.active_fraction", f"{float(fraction.min())} to {float(fraction.max())}", "values in 0..1"
+        )
+
+
+def _check_rule(rule: object, where: object, field: str) -> None:
+    if not isinstance(rule, dict) or rule.get("kind") not in _RULE_KINDS:
+        raise PlanError(
+            where,
+            f"{field}.kind",
+            rule.get("kind") if isinstance(rule, dict) else rule,
+            f"one of {', '.join(_RULE_KINDS)}",
+        )
+    allowed = {"kind", "threshold"} if rule["kind"] == "magnitude" else {"kind"}
+    if unknown := sorted(map(str, set(rule) - allowed)):
+        raise PlanError(
+            where, f"{field}.{unknown[0]}", rule.get(unknown[0]), f"no such field in a rule of kind {rule['kind']!r}"
+        )
+    if rule["kind"] == "magnitude":
+        threshold = rule.get("threshold")
+        if (
+            isinstance(threshold, bool)
+            or not isinstance(threshold, int | float)
+            or not 0 <= threshold <= torch.finfo(torch.float32).max
+        ):
+            raise PlanError(where, f"{field}.threshold", threshold, "a finite number >= 0")
+
+
+def _check_predictor(predictor: Mapping[str, Tensor], neurons: int, where: object, field: str) -> None:
+    if set(predictor) != set(_PREDICTOR_TENSORS):
+        raise PlanError(where, field, sorted(predictor), f"the tensors {', '.join(_PREDICTOR_TENSORS)}")
+    fc1 = predictor["fc1"]
+    rank, width = fc1.shape if isinstance(fc1, Tensor) and fc1.dim() == 2 else (1, 1)
+    shapes = {"fc1": [max(1, rank), max(1, width)], "fc2": [neurons, max(1, rank)], "bias": [neurons]}
+    for name, shape in shapes.items():
+        check_tensor(predictor[name], _FLOATS, shape, where, f"{field}.{name}")
+
+
+# Reading
+
+
+def read_file(path: Path) -> bytes:
+    """The contents of a file. Raises PlanError."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise PlanError(path, "file", str(error), "a readable file") from error
+
+
+def _refuse_constant(constant: str) -> None:
+    raise ValueError(f"{constant} is not a JSON number")
+
+
+def parse_json(text: bytes | str, where: Path) -> dict[str, Any]:
+    """A JSON object with no NaN or infinity in it. Raises PlanError."""
+    try:
+        fields = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise PlanError(where, "file", str(error), "JSON") from error
+    if not isinstance(fields, dict):
+        raise PlanError(where, "file", type(fields).__name__, "a JSON object")
+    return fields
+
+
+def parse_tensors(packed: bytes, where: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors and the metadata of a safetensors file's contents. Raises PlanError."""
+    try:
+        tensors = load(packed)
+    except Exception as error:  # the library has no type for what a damaged file makes it raise
+        raise PlanError(where, "file", repr(error), "a safetensors file") from error
+    header = json.loads(packed[8 : 8 + int.from_bytes(packed[:8], "little")])
+    return tensors, header.get("__metadata__", {})
+
+
+class JsonReader:
+    """A JSON object whose fields are asked for by name and type; `path` is where in the file it lies."""
+
+    def __init__(self, where: Path, fields: dict[str, Any], path: str = "") -> None:
+        self.where, self.fields, self.path = where, fields, path
+
+    def field(self, name: str) -> str:
+        if self.path == "blocks":
+            return f"blocks[{name}]"
+        return f"{self.path}.{name}" if self.path else name
+
+    def value(self, name: str, kind: type) -> Any:
+        if name not in self.fields:
+            raise PlanError(self.where, self.field(name), "nothing", f"a field of type {kind.__name__}")
+        value = self.fields[name]
+        if type(value) is not kind:
+            raise PlanError(self.where, self.field(name), value, kind.__name__)
+        return value
+
+    def inner(self, name: str) -> JsonReader:
+        return JsonReader(self.where, self.value(name, dict), self.field(name))
+
+
+def take(tensors: dict[str, Tensor], path: Path, name: str) -> Tensor:
+    if name not in tensors:
+        raise PlanError(path, name, "nothing", "a tensor of that name")
+    return tensors.pop(name)

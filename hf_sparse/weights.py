@@ -1,0 +1,122 @@
+"""From a config to a model whose weights are in place: the skeleton on the meta device, then one tensor at a time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, apply_renamings
+from transformers.utils import logging as transformers_logging
+
+from hf_sparse.modeling import HybridBlock
+
+from .checkpoint import Checkpoint
+from .log import logger
+
+
+def skeleton(config: Any, dtype: Any, attn_implementation: str | None, trust_remote_code: bool | None) -> PreTrainedModel:
+    """The family's model with parameters on the meta device, and buffers that no checkpoint holds (rotary frequencies) computed."""
+    if dtype in (None, "auto"):
+        dtype = config.dtype or torch.float32
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype, dtype)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"dtype: expected 'auto' or a floating torch dtype, got {dtype!r}")
+    attention = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code, **attention)
+    for module in model.modules():
+        computed = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+        for name in computed:
+            module._buffers[name] = torch.empty_like(module._buffers[name], device="cpu")
+        if computed:
+            model._init_weights(module)
+    return model
+
+
+def load_weights(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Streams every tensor of the checkpoint to its block or parameter. Returns transformers' loading info."""
+    slots = _slots(model)
+    prefix = f"{model.base_model_prefix}."
+    legacy_names = [t for t in get_model_conversion_mapping(model) if isinstance(t, WeightRenaming)]
+    renamed = {}
+    unexpected = []
+    for name in checkpoint.names():
+        current = apply_renamings(name, legacy_names)
+        candidates = (current, prefix + current, current.removeprefix(prefix))
+        slot = next((candidate for candidate in candidates if candidate in slots), None)
+        if slot is None:
+            unexpected.append(name)
+        else:
+            renamed[name] = slot
+    missing = _missing(model, slots, set(renamed.values()))
+    if missing:
+        raise ValueError(f"{checkpoint.directory}: the checkpoint lacks {len(missing)} tensors of the model: {_some(missing)}")
+
+    bar = transformers_logging.tqdm(renamed.items(), desc="Packing weights")
+    with torch.no_grad():
+        for name, slot in bar:
+            owner, local = slots[slot]
+            tensor = checkpoint.tensor(name)
+            if isinstance(owner, HybridBlock):
+                leaf = local.rpartition(".")[2]
+                owner.load(local, tensor if leaf in ("codes", "scales") else tensor.to(model.dtype))
+            else:
+                _set_parameter(owner, local, slot, tensor)
+    absent = set(slots) - set(renamed.values())
+    model.tie_weights(missing_keys={name for name in absent if not isinstance(slots[name][0], HybridBlock)}, recompute_mapping=False)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
+    unexpected = [name for name in unexpected if not any(re.search(pattern, name) for pattern in ignored)]
+    if unexpected:
+        logger.warning("%s: %d tensors of the checkpoint have no place in the model: %s", checkpoint.directory, len(unexpected), _some(unexpected))
+    return {"missing_keys": set(), "unexpected_keys": set(unexpected), "mismatched_keys": set(), "error_msgs": []}
+
+
+def _slots(model: PreTrainedModel) -> dict[str, tuple[nn.Module, str]]:
+    """Full tensor name -> (block or module that takes it, its name there)."""
+    slots: dict[str, tuple[nn.Module, str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, HybridBlock):
+            layer = path.removesuffix(module.path)
+            for quantized in (True, False):
+                slots.update({f"{layer}{module.prefix}{name}": (module, name) for name in module.expected_tensors(quantized)})
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                slots[f"{path}.{name}" if path else name] = (module, name)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                slots[f"{path}.{name}" if path else name] = (module, name)
+    return slots
+
+
+def _missing(model: PreTrainedModel, slots: Mapping[str, tuple[nn.Module, str]], found: set[str]) -> list[str]:
+    tied = {**model.all_tied_weights_keys, **{v: k for k, v in model.all_tied_weights_keys.items()}}
+    missing = []
+    for name, (owner, local) in slots.items():
+        base, _, leaf = name.rpartition(".")
+        packed = isinstance(owner, HybridBlock) and leaf in ("codes", "scales", "weight")
+        if name in found or tied.get(name) in found or (packed and f"{base}.codes" in found) or (packed and f"{base}.weight" in found):
+            continue
+        if not (isinstance(owner, HybridBlock) and leaf in ("codes", "scales")) and local not in owner._buffers:
+            missing.append(name)
+    return missing
+
+
+def _set_parameter(owner: nn.Module, local: str, name: str, tensor: torch.Tensor) -> None:
+    place: dict[str, Any] = owner._parameters if local in owner._parameters else owner._buffers
+    old = place[local]
+    if old.shape != tensor.shape:
+        raise ValueError(f"{name}: expected shape {list(old.shape)}, got {list(tensor.shape)}")
+    tensor = tensor.to(old.dtype)
+    place[local] = nn.Parameter(tensor, requires_grad=False) if place is owner._parameters else tensor
+
+
+def _some(names: list[str], most: int = 5) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,0 +1,144 @@
+"""The two products that skip rows: one function each; few activations go to a native kernel, many to a dense matrix
+product.
+
+Both multiply by the weights that `NeuronMatrix.dequantize` gives and sum in float32; they agree with reference.py up to
+the order of that sum and, where many bf16 activations go through torch's bf16 matrix product, up to its rounding of
+weights and result. A kernel's output for one activation row depends, to the last bit, neither on the number of threads
+nor on the other rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from . import native, reference
+from .codebooks import COMPUTE_DTYPES
+from .neuron_matrix import NeuronMatrix, index_fault, row_chunks
+
+# Up to this many activation rows the kernels, which read packed weights, are faster than unpacking for a matrix
+# product.
+_FEW = 32
+
+
+def gathered_row_product(
+    matrix: NeuronMatrix, x: Tensor, index: Tensor | None = None, *, compute_dtype: str = "fp32"
+) -> Tensor:
+    """y[i, j] = <x[i], W[index[j]]>: `x` [n, cols] floating -> float32 [n, len(index)].
+
+    `index`: int32 or int64, strictly ascending rows of `matrix`; None for all rows. `compute_dtype`: "fp32" takes x as
+    it is; "bf16" rounds it to bfloat16; "int8" rounds each group of `matrix.group_size` columns of a row to 255 steps
+    of its absmax / 127 and multiplies integers (a row that holds NaN or infinity becomes NaN). An unpacked matrix
+    multiplies in its own dtype, whatever `compute_dtype`. Where x requires a gradient, x is not rounded.
+
+    Raises ValueError for another shape, dtype, device or index.
+    """
+    index = _checked(matrix, x, "x", matrix.cols, index, compute_dtype)
+    if (level := _kernel_level(matrix, x)) is not None:
+        out = torch.empty(x.shape[0], matrix.rows if index is None else len(index), dtype=torch.float32, device="cpu")
+        integer = compute_dtype == "int8"
+        if not _packed_rows(matrix).row_product(level, _as_float32(x, compute_dtype), index, integer, out):
+            raise ValueError(index_fault(index, matrix.rows))
+        return out
+    if fault := index_fault(index, matrix.rows):
+        raise ValueError(fault)
+    if matrix.weight is not None:
+        return torch.nn.functional.linear(x.to(matrix.weight.dtype), _rows(matrix.weight, index)).to(torch.float32)
+    if _wants_gradient(x):
+        return x.to(torch.float32) @ matrix.dequantize(index=index).T
+    dtype = _product_dtype(compute_dtype)
+    rounded = reference.round_activations(x, compute_dtype, matrix.group_size).to(dtype)
+    products = [rounded @ rows.T for rows in _dequantized_spans(matrix, index, dtype)]
+    return (
+        torch.cat(products, dim=1).to(torch.float32)
+        if products
+        else rounded.new_zeros(x.shape[0], 0, dtype=torch.float32)
+    )
+
+
+def gathered_accumulate(
+    matrix: NeuronMatrix, a: Tensor, index: Tensor | None = None, *, compute_dtype: str = "fp32"
+) -> Tensor:
+    """y[i] = sum_j a[i, j] * W[index[j]]: `a` [n, len(index)] floating -> float32 [n, cols].
+
+    `index` and `compute_dtype` as for `gathered_row_product`, but that an activation is one scalar here: "int8" takes
+    it as it is.
+
+    Raises ValueError for another shape, dtype, device or index.
+    """
+    index = _checked(matrix, a, "a", matrix.rows if index is None else index.numel(), index, compute_dtype)
+    if (level := _kernel_level(matrix, a)) is not None:
+        out = torch.empty(a.shape[0], matrix.cols, dtype=torch.float32, device="cpu")
+        if not _packed_rows(matrix).accumulate(level, _as_float32(a, compute_dtype), index, out):
+            raise ValueError(index_fault(index, matrix.rows))
+        return out
+    if fault := index_fault(index, matrix.rows):
+        raise ValueError(fault)
+    if matrix.weight is not None:
+        return (a.to(matrix.weight.dtype) @ _rows(matrix.weight, index)).to(torch.float32)
+    if _wants_gradient(a):
+        return a.to(torch.float32) @ matrix.dequantize(index=index)
+    dtype = _product_dtype(compute_dtype)
+    out, start = torch.zeros(a.shape[0], matrix.cols, dtype=torch.float32, device=a.device), 0
+    for rows in _dequantized_spans(matrix, index, dtype):
+        out += a[:, start : start + len(rows)].to(dtype) @ rows
+        start += len(rows)
+    return out
+
+
+def _checked(
+    matrix: NeuronMatrix, x: Tensor, name: str, width: int, index: Tensor | None, compute_dtype: str
+) -> Tensor | None:
+    """Raises ValueError for arguments that do not fit `matrix`, the numbers in `index` excepted. Returns the index as
+    contiguous int64 on the matrix's device.
+    """
+    if compute_dtype not in COMPUTE_DTYPES:
+        raise ValueError(f"compute_dtype {compute_dtype!r}: expected one of {', '.join(COMPUTE_DTYPES)}")
+    if index is not None and (index.dtype not in (torch.int32, torch.int64) or index.dim() != 1):
+        raise ValueError(f"index: expected int32 or int64 [n], got {index.dtype} {list(index.shape)}")
+    if x.dim() != 2 or x.shape[1] != width or not x.is_floating_point():
+        raise ValueError(f"{name}: expected floating [n, {width}], got {x.dtype} {list(x.shape)}")
+    if x.device != matrix.device:
+        raise ValueError(f"{name}: on {x.device}, but the matrix is on {matrix.device}")
+    return None if index is None else index.to(matrix.device, torch.int64).contiguous()
+
+
+def _wants_gradient(x: Tensor) -> bool:
+    return x.requires_grad and torch.is_grad_enabled()
+
+
+def _kernel_level(matrix: NeuronMatrix, x: Tensor) -> int | None:
+    """The instruction set to run the native kernel with; None where another road is taken. The kernel checks the index
+    itself.
+    """
+    few = x.device.type == "cpu" and matrix.weight is None and x.shape[0] <= _FEW and not _wants_gradient(x)
+    return native.level() if few else None
+
+
+def _packed_rows(matrix: NeuronMatrix) -> native.PackedRows:
+    codes, scales, book = matrix.packed()
+    return native.PackedRows(codes, scales, matrix.cols, book, matrix.group_size)
+
+
+def _as_float32(x: Tensor, compute_dtype: str) -> Tensor:
+    """Contiguous, and rounded where `compute_dtype` is bf16."""
+    return (x.to(torch.bfloat16) if compute_dtype == "bf16" else x).to(torch.float32).contiguous()
+
+
+def _product_dtype(compute_dtype: str) -> torch.dtype:
+    return torch.bfloat16 if compute_dtype == "bf16" else torch.float32
+
+
+def _rows(weight: Tensor, index: Tensor | None) -> Tensor:
+    return weight if index is None else weight[index]
+
+
+def _dequantized_spans(matrix: NeuronMatrix, index: Tensor | None, dtype: torch.dtype) -> Iterator[Tensor]:
+    """The chosen rows as numbers, a few at a time, so that the whole matrix never stands unpacked."""
+    for start, stop in row_chunks(matrix.rows if index is None else len(index), matrix.cols):
+        if index is None:
+            yield matrix.narrow(start, stop - start).dequantize(dtype)
+        else:
+            yield matrix.dequantize(dtype, index[start:stop])

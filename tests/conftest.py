@@ -1,0 +1,28 @@
+"""Fixtures that every test may use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from hf_sparse.quantization import instruction_set
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    """Seeded: a test sees the same random numbers in every run."""
+    return torch.Generator().manual_seed(20240229)
+
+
+@pytest.fixture
+def use_instruction_set(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Call it to have HF_SPARSE_ISA read anew; the choice ends with the test."""
+
+    def use(name: str) -> None:
+        monkeypatch.setenv("HF_SPARSE_ISA", name)
+        instruction_set.cache_clear()
+
+    yield use
+    instruction_set.cache_clear()
