@@ -22,17 +22,8 @@ from .hardware import find_tiers
 from .log import logger, show_progress_messages
 from .model import PLAN_FOLDER, SparseMixin, as_sparse, block_neurons
 from .placement import PlacementBlock, solve_placement
-from .plan import (
-    BlockProfile,
-    PlacementPlan,
-    PlanError,
-    PlanKey,
-    load_placement,
-    plan_directory,
-    plan_lock,
-    save_or_warn,
-    save_placement,
-)
+from .plan import BlockProfile, PlacementPlan, PlanError, PlanKey
+from .plan_store import load_placement, placement_key, plan_directory, plan_lock, save_or_warn, save_placement
 from .weights import load_weights, skeleton
 
 HUB_ARGUMENTS = (
@@ -253,11 +244,13 @@ def _find_plan(source: Path, model: SparseMixin, key: PlanKey, settings_matter: 
 def _place(model: SparseMixin, plan: PlacementPlan, options: SparseConfig, directory: Path) -> None:
     tiers = options.tiers or find_tiers(options.gpu_budget)
     model.use_plan(plan, tiers[0].device)
-    solution = load_placement(directory, tiers, block_neurons(model))
+    blocks = [_placement_block(block, plan.blocks[block.id]) for block in hybrid_blocks(model)]
+    resident_bytes = model.resident_bytes()
+    key = placement_key(blocks, tiers, resident_bytes)
+    solution = load_placement(directory, key, tiers, block_neurons(model))
     if solution is None:
-        blocks = [_placement_block(block, plan.blocks[block.id]) for block in hybrid_blocks(model)]
-        solution = solve_placement(blocks, tiers, model.resident_bytes())
-        save_placement(directory, solution)
+        solution = solve_placement(blocks, tiers, resident_bytes)
+        save_placement(directory, key, solution)
     model.place(solution.placement)
 
 

@@ -46,40 +46,50 @@ app = typer.Typer(
 LOADING, GENERATION = "Weights and placement", "Generation"
 Model = Annotated[str, typer.Argument(help="A directory, a hub id, or the path of a .gguf file.")]
 GgufFile = Annotated[
-    str | None, typer.Option(help="A GGUF file in the directory or repository MODEL.", rich_help_panel=LOADING)
+    str | None,
+    typer.Option(metavar="NAME", help="A GGUF file in the directory or repository MODEL.", rich_help_panel=LOADING),
 ]
 GpuBudget = Annotated[
     str | None,
-    typer.Option(help='Memory on the GPU: "11GB", "10GiB", "80%". Default: what is free.', rich_help_panel=LOADING),
+    typer.Option(
+        metavar="BYTES",
+        help='Memory on the GPU: "11GB", "10GiB", "80%". Default: what is free.',
+        rich_help_panel=LOADING,
+    ),
 ]
 WeightDtype = Annotated[
-    str,
-    typer.Option(
-        metavar="nf4|fp4|int4|int8|none", help="How weights are stored; none: as they came.", rich_help_panel=LOADING
-    ),
+    str, typer.Option(metavar="TYPE", help="nf4, fp4, int4, int8, or none: as they came.", rich_help_panel=LOADING)
 ]
 ComputeDtype = Annotated[
     str | None,
     typer.Option(
-        metavar="int8|bf16|fp32", help="What activations are rounded to. Default: int8.", rich_help_panel=LOADING
+        metavar="TYPE", help="int8, bf16 or fp32 activations in products. Default: int8.", rich_help_panel=LOADING
     ),
 ]
 GroupSize = Annotated[
     int | None,
-    typer.Option(metavar="32|64|128", help="Weights that share one scale. Default: 64.", rich_help_panel=LOADING),
+    typer.Option(metavar="SIZE", help="32, 64 or 128 weights share a scale. Default: 64.", rich_help_panel=LOADING),
 ]
 MaxPerplexityIncrease = Annotated[
     float,
-    typer.Option(help="What skipping may cost: 0.01 is 1%; 0 skips exact zeros only.", rich_help_panel=LOADING),
+    typer.Option(
+        metavar="SHARE", help="What skipping may cost: 0.01 is 1%; 0 skips exact zeros only.", rich_help_panel=LOADING
+    ),
 ]
-Prompt = Annotated[str, typer.Option("--prompt", "-p", help="What the model answers or continues.")]
-MaxNewTokens = Annotated[int, typer.Option(min=1, help="Where to stop at the latest.", rich_help_panel=GENERATION)]
+Prompt = Annotated[str, typer.Option("--prompt", "-p", metavar="TEXT", help="What the model answers or continues.")]
+MaxNewTokens = Annotated[
+    int, typer.Option(min=1, metavar="COUNT", help="Where to stop at the latest.", rich_help_panel=GENERATION)
+]
 DoSample = Annotated[
     bool | None,
     typer.Option(help="Sample, or take the likeliest token. Default: the model's own.", rich_help_panel=GENERATION),
 ]
-Temperature = Annotated[float | None, typer.Option(help="Of sampling, which it turns on.", rich_help_panel=GENERATION)]
-Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.", rich_help_panel=GENERATION)]
+Temperature = Annotated[
+    float | None, typer.Option(metavar="VALUE", help="Of sampling, which it turns on.", rich_help_panel=GENERATION)
+]
+Seed = Annotated[
+    int | None, typer.Option(metavar="NUMBER", help="Makes sampling repeatable.", rich_help_panel=GENERATION)
+]
 Chat = Annotated[
     bool | None,
     typer.Option(help="Use the tokenizer's chat template. Default: if it has one.", rich_help_panel=GENERATION),

@@ -146,7 +146,7 @@ def note_forward_pass(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
 def as_sparse(model: PreTrainedModel) -> SparseMixin:
     """Puts the mixin in front of the model's own class; name and module stay, pipelines and `architectures` go by them."""
     cls = type(model)
-    model.__class__ = type(cls.__name__, (SparseMixin, cls), {"__module__": cls.__module__})
+    model.__class__ = type(cls.__name__, (SparseMixin, cls), {"__module__": cls.__module__, "_can_compile_fullgraph": False})
     model.base_model.register_forward_pre_hook(note_forward_pass, with_kwargs=True)
     return model  # type: ignore[return-value]
 

@@ -219,14 +219,14 @@ def _check_arguments(
     least = resident_bytes + spill
     if budget is not None and resident_bytes > budget:
         raise ValueError(
-            f"gpu_budget: tier {tiers[0].name!r} has a budget of {budget} bytes, but what always lies on it (embeddings, "
+            f"gpu_budget: tier {tiers[0].name!r} has a budget of {budget} bytes, but what must lie on it (embeddings, "
             f"norms, lm_head, predictors) takes {resident_bytes} bytes; the smallest budget that works is {least} bytes"
         )
     if budget is not None and least > budget:
         raise ValueError(
-            f"gpu_budget: {neuron_bytes} bytes of neurons and {resident_bytes} bytes of embeddings, norms, lm_head and "
-            f"predictors do not fit into all tiers together ({_describe(tiers)}); tier {tiers[0].name!r} needs at least "
-            f"{least} bytes"
+            f"gpu_budget: {neuron_bytes} bytes of neurons and {resident_bytes} bytes of embeddings, norms, lm_head "
+            f"and predictors do not fit into all tiers together ({_describe(tiers)}); tier {tiers[0].name!r} needs at "
+            f"least {least} bytes"
         )
 
 

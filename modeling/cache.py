@@ -17,12 +17,10 @@ class TieredCacheLayer(CacheLayerMixin):
     the tier that computes with them. To the outside `keys` and `values` are whole and in model order: [batch, heads, tokens, head_dim].
     """
 
-    is_compileable = False
-
     def __init__(self, layer: CacheLayerMixin, groups: list[Tensor]) -> None:
         """`layer` is what the cache holds now, empty or filled; `groups[t]` are the KV groups of tier t (int, ascending)."""
         self.groups = [g.long().cpu() for g in groups]
-        self.parts = [copy.copy(layer) for _ in groups]
+        self.parts = [_copy_without_states(layer) for _ in groups]
         self.is_sliding = getattr(layer, "is_sliding", False)
         if layer.is_initialized:
             for part, heads in zip(self.parts, self._heads(layer.keys.shape[1])):
@@ -33,20 +31,27 @@ class TieredCacheLayer(CacheLayerMixin):
         per_group = total // sum(map(len, self.groups))
         return [(g[:, None] * per_group + torch.arange(per_group)).flatten() for g in self.groups]
 
-    def _whole(self, name: str) -> Tensor | None:
-        parts = [getattr(part, name, None) for part in self.parts]
-        if any(part is None for part in parts):
-            return None
+    def _merged(self, parts: list[Tensor]) -> Tensor:
+        """Keys or values of the tiers, [batch, heads of the tier, tokens, head_dim], in model order on the first tier's device."""
         order = torch.cat(self._heads(sum(part.shape[1] for part in parts))).argsort()
         return torch.cat([part.to(parts[0].device) for part in parts], dim=1)[:, order.to(parts[0].device)]
 
     @property
     def keys(self) -> Tensor | None:
-        return self._whole("keys")
+        return self._merged([part.keys for part in self.parts]) if self.is_initialized else None
 
     @property
     def values(self) -> Tensor | None:
-        return self._whole("values")
+        return self._merged([part.values for part in self.parts]) if self.is_initialized else None
+
+    @property
+    def is_compileable(self) -> bool:  # type: ignore[override]
+        """Also tells transformers that a static layer has empty slots, which masks must cover."""
+        return all(part.is_compileable for part in self.parts)
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]
+        return all(part.is_croppable for part in self.parts)
 
     @property
     def is_initialized(self) -> bool:
@@ -54,9 +59,11 @@ class TieredCacheLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Whole keys and values in model order, split here: what a caller that knows no tiers does."""
-        for part, heads in zip(self.parts, self._heads(key_states.shape[1])):
+        results = [
             part.update(key_states[:, heads], value_states[:, heads], *args, **kwargs)
-        return self.keys, self.values  # type: ignore[return-value]
+            for part, heads in zip(self.parts, self._heads(key_states.shape[1]), strict=True)
+        ]
+        return self._merged([keys for keys, _ in results]), self._merged([values for _, values in results])
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         for part, heads in zip(self.parts, self._heads(key_states.shape[1])):
@@ -98,6 +105,15 @@ class TieredCacheLayer(CacheLayerMixin):
 
     def activate_past_recording(self) -> None:
         self._each("activate_past_recording")
+
+
+def _copy_without_states(layer: CacheLayerMixin) -> CacheLayerMixin:
+    """A layer with the counters of `layer` as its own (a static layer counts in a tensor) and its keys and values still shared."""
+    part = copy.copy(layer)
+    for name, value in vars(layer).items():
+        if isinstance(value, Tensor) and name not in ("keys", "values"):
+            setattr(part, name, value.clone())
+    return part
 
 
 class TierCacheView:

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from .codebooks import Codebook
 
+_IMPORT_ERROR: ImportError | None = None
 try:
     # Absolute: a failing `from . import` would blame a circular import.
     import hf_sparse.quantization._kernels as _kernels
 except ImportError as error:
-    _kernels = None  # type: ignore[assignment]
     _IMPORT_ERROR = error
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ _VARIABLE = "HF_SPARSE_ISA"
 
 def instruction_sets() -> list[str]:
     """What this machine can use, best first. The last one is always "torch", the reference operators."""
-    return [*(_kernels.levels() if _kernels else ()), "torch"]
+    return [*(() if _IMPORT_ERROR else _kernels.levels()), "torch"]
 
 
 @functools.cache
@@ -40,7 +40,7 @@ def instruction_set() -> str:
     wanted = os.environ.get(_VARIABLE)
     if wanted and wanted not in available:
         raise ValueError(f"{_VARIABLE}={wanted!r}: this machine and installation have {', '.join(available)}")
-    if not wanted and _kernels is None:
+    if not wanted and _IMPORT_ERROR:
         logger.warning(
             "The CPU kernels cannot be loaded (%s): slow PyTorch operators stand in. Reinstall hf_sparse where a C++17 "
             "compiler is found to have the kernels built.",
@@ -51,7 +51,7 @@ def instruction_set() -> str:
 
 @functools.cache
 def _level_of(name: str) -> int | None:
-    return _kernels.levels().get(name) if _kernels else None
+    return None if _IMPORT_ERROR else _kernels.levels().get(name)
 
 
 def level() -> int | None:

@@ -27,12 +27,12 @@ def quantize(weight: Tensor, book: Codebook, group_size: int) -> tuple[Tensor, T
     scales = torch.where(scales.abs() < SMALLEST_SCALE, torch.zeros_like(scales), scales)
     # Codes are chosen against the scale as it is stored.
     divisor = scales.to(torch.float32).unsqueeze(2)
-    ratio = torch.where(divisor == 0, torch.zeros_like(grouped), grouped / divisor).view(rows, -1)
+    ratio = torch.where(divisor == 0, torch.zeros_like(grouped), grouped / divisor).flatten(1)
     if book.thresholds is None:
         return ratio.round().clamp(-127, 127).to(torch.int8), scales
     codes = torch.bucketize(ratio, book.thresholds.to(weight.device), out_int32=True).to(torch.uint8)
-    low, high = codes.view(rows, -1, 2, BLOCK_COLUMNS // 2).unbind(dim=2)
-    return (low | (high << 4)).reshape(rows, -1), scales
+    low, high = codes.unflatten(1, (-1, 2, BLOCK_COLUMNS // 2)).unbind(dim=2)
+    return (low | (high << 4)).flatten(1), scales
 
 
 def dequantize(codes: Tensor, scales: Tensor, cols: int, book: Codebook, group_size: int) -> Tensor:
@@ -41,11 +41,11 @@ def dequantize(codes: Tensor, scales: Tensor, cols: int, book: Codebook, group_s
     if book.table is None:
         values = codes.to(torch.float32)
     else:
-        blocks = codes.view(rows, -1, 1, BLOCK_COLUMNS // 2)
-        indices = torch.cat((blocks & 15, blocks >> 4), dim=2).view(rows, -1)
+        blocks = codes.unflatten(1, (-1, 1, BLOCK_COLUMNS // 2))
+        indices = torch.cat((blocks & 15, blocks >> 4), dim=2).flatten(1)
         values = book.table.to(codes.device, torch.float32)[indices.to(torch.int32)]
     weight = values.view(rows, groups, group_size) * scales.to(torch.float32).unsqueeze(2)
-    return weight.view(rows, -1)[:, :cols]
+    return weight.flatten(1)[:, :cols]
 
 
 def fake_quantize(x: Tensor, group_size: int) -> Tensor:
@@ -58,7 +58,7 @@ def fake_quantize(x: Tensor, group_size: int) -> Tensor:
     scale = grouped.abs().amax(dim=2, keepdim=True) / 127
     scale = torch.where(scale < SMALLEST_SCALE, torch.zeros_like(scale), scale)
     ratio = torch.where(scale == 0, torch.zeros_like(grouped), grouped / scale)
-    rounded = (ratio.round().clamp(-127, 127) * scale).view(n, -1)[:, :cols]
+    rounded = (ratio.round().clamp(-127, 127) * scale).flatten(1)[:, :cols]
     return torch.where(x.isfinite().all(dim=1, keepdim=True), rounded, torch.full_like(rounded, torch.nan))
 
 

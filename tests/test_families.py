@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from tiny_models import CASES, prompt_ids, save_checkpoint
-from transformers import AutoModelForCausalLM
+from tiny_models import CASES, plain_twin, prompt_ids, save_checkpoint
 
 from hf_sparse import SparseAutoModelForCausalLM, WeightOnlyQuantConfig
 from hf_sparse.modeling import FAMILIES, Tier
@@ -56,7 +55,7 @@ def test_quantized_equals_transformers_on_the_dequantized_weights(checkpoint, we
     directory, _ = checkpoint
     quantization = WeightOnlyQuantConfig(weight_dtype=weight_dtype, compute_dtype="fp32", group_size=32)
     model = SparseAutoModelForCausalLM.from_pretrained(directory, quantization_config=quantization, **QUICK)
-    reference = AutoModelForCausalLM.from_pretrained(directory, state_dict=model.dequantized_state_dict()).eval()
+    reference = plain_twin(model)
     same_logits(model, reference, tolerance=1e-5)
     same_text(model, reference)
 

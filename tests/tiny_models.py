@@ -82,3 +82,11 @@ def save_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
 
 def prompt_ids(rows: int, tokens: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(3, VOCABULARY, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def plain_twin(model: PreTrainedModel) -> PreTrainedModel:
+    """transformers' own model with the dequantized weights of `model`."""
+    config = type(model.config).from_dict({k: v for k, v in model.config.to_dict().items() if k != "quantization_config"})
+    twin = AutoModelForCausalLM.from_config(config, dtype=model.dtype).eval()
+    twin.load_state_dict(model.dequantized_state_dict())
+    return twin

@@ -6,8 +6,8 @@ namespace {
 
 // y[c] += sum over `count` rows of a[r] * weight[r, c], for columns [start, stop), unpacked in registers.
 template <bool four_bit, int count>
-inline void add_packed(const Matrix& matrix, const Selection& selection, int64_t first, const float* a, int64_t start, int64_t stop,
-                       float* y) {
+inline void add_packed(const Matrix& matrix, const Selection& selection, int64_t first, const float* a, int64_t start,
+                       int64_t stop, float* y) {
     using Decoder = Isa::Decoder<four_bit>;
     const Decoder decoder(matrix.table);
     const Rows<four_bit, count> rows(matrix, selection, first);
@@ -35,8 +35,8 @@ inline void add_packed(const Matrix& matrix, const Selection& selection, int64_t
 
 // The same for n rows of activations and of y: up to 4 rows of weights are unpacked once for all of them.
 template <bool four_bit>
-inline void add_unpacked(const Matrix& matrix, const Selection& selection, const float* a, int64_t n, int64_t start, int64_t stop,
-                         float* y, int64_t y_stride) {
+inline void add_unpacked(const Matrix& matrix, const Selection& selection, const float* a, int64_t n, int64_t start,
+                         int64_t stop, float* y, int64_t y_stride) {
     Isa::Decoder<four_bit> decoder(matrix.table);
     for (int64_t at = start; at < stop; at += tile) {
         const int64_t end = smaller(at + tile, stop);
@@ -51,7 +51,8 @@ inline void add_unpacked(const Matrix& matrix, const Selection& selection, const
                 const float* factors = a + i * selection.count + first;
                 for (int64_t c = at; c < end; c += Isa::width) {
                     Vec sum = Isa::load(y + i * y_stride + c);
-                    for (int64_t r = 0; r < count; r++) sum = Isa::fma(Isa::set1(factors[r]), Isa::load(unpacked[r] + (c - at)), sum);
+                    for (int64_t r = 0; r < count; r++)
+                        sum = Isa::fma(Isa::set1(factors[r]), Isa::load(unpacked[r] + (c - at)), sum);
                     Isa::store(y + i * y_stride + c, sum);
                 }
             }
@@ -62,7 +63,8 @@ inline void add_unpacked(const Matrix& matrix, const Selection& selection, const
 // Threads share out columns, so that none adds to what another does and every column is summed in the order of the
 // rows.
 template <bool four_bit>
-void accumulate_rows(const Matrix& matrix, const Selection& selection, const float* a, int64_t n, float* out, int threads) {
+void accumulate_rows(const Matrix& matrix, const Selection& selection, const float* a, int64_t n, float* out,
+                     int threads) {
     const int64_t cols = matrix.cols, groups = groups_of(cols, matrix.group_size), padded = groups * matrix.group_size;
     Buffer<float> padded_out(padded == cols ? 0 : n * padded);
     float* y = padded == cols ? out : padded_out.data;
@@ -71,7 +73,8 @@ void accumulate_rows(const Matrix& matrix, const Selection& selection, const flo
     for (int part = 0; part < threads; part++) {
         const int64_t start = groups * part / threads * matrix.group_size;
         const int64_t stop = groups * (part + 1) / threads * matrix.group_size;
-        for (int64_t i = 0; i < n; i++) std::memset(y + i * padded + start, 0, static_cast<size_t>(stop - start) * sizeof(float));
+        for (int64_t i = 0; i < n; i++)
+            std::memset(y + i * padded + start, 0, static_cast<size_t>(stop - start) * sizeof(float));
         if (n != 1) {
             add_unpacked<four_bit>(matrix, selection, a, n, start, stop, y, padded);
             continue;
@@ -81,7 +84,8 @@ void accumulate_rows(const Matrix& matrix, const Selection& selection, const flo
         for (; r < selection.count; r++) add_packed<four_bit, 1>(matrix, selection, r, a + r, start, stop, y);
     }
     if (padded == cols) return;
-    for (int64_t i = 0; i < n; i++) std::memcpy(out + i * cols, y + i * padded, static_cast<size_t>(cols) * sizeof(float));
+    for (int64_t i = 0; i < n; i++)
+        std::memcpy(out + i * cols, y + i * padded, static_cast<size_t>(cols) * sizeof(float));
 }
 
 void accumulate(const Matrix& matrix, const Selection& selection, const float* a, int64_t n, float* out, int threads) {

@@ -57,7 +57,8 @@ struct Isa {
             __m512i sums = _mm512_setzero_si512();
             for (int i = 0; i < group_size / 64; i++) {
                 __m512i values = _mm512_loadu_si512(x + 64 * i);
-                if constexpr (four_bit) values = _mm512_permutexvar_epi64(_mm512_set_epi64(7, 6, 3, 2, 5, 4, 1, 0), values);
+                if constexpr (four_bit)
+                    values = _mm512_permutexvar_epi64(_mm512_set_epi64(7, 6, 3, 2, 5, 4, 1, 0), values);
                 _mm512_storeu_si512(x + 64 * i, values);
                 sums = _mm512_dpbusd_epi32(sums, _mm512_set1_epi8(-128), values);
             }
@@ -112,7 +113,8 @@ struct Isa::IntegerGroup<four_bit, 32> {
     void load(const uint8_t* codes, const Table& table) {
         if constexpr (four_bit) {
             const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
-            const __m256i nibbles = _mm256_srlv_epi64(_mm256_broadcastsi128_si256(bytes), _mm256_set_epi64x(4, 4, 0, 0));
+            const __m256i nibbles =
+                _mm256_srlv_epi64(_mm256_broadcastsi128_si256(bytes), _mm256_set_epi64x(4, 4, 0, 0));
             const __m256i values = _mm512_castsi512_si256(table.values);
             weights = _mm256_shuffle_epi8(values, _mm256_and_si256(nibbles, _mm256_set1_epi8(15)));
         } else {

@@ -35,15 +35,16 @@ struct Rule {
 
 struct Kernels {
     // weight [rows, cols] -> codes and scales. False where a weight is NaN, infinite or beyond +-2^127.
-    bool (*quantize)(const float* weight, int64_t rows, int64_t cols, int64_t group_size, const Rule& rule, uint8_t* codes,
-                     uint16_t* scales, int threads);
+    bool (*quantize)(const float* weight, int64_t rows, int64_t cols, int64_t group_size, const Rule& rule,
+                     uint8_t* codes, uint16_t* scales, int threads);
     // -> out [selection.count, cols], float or bfloat16.
     void (*dequantize)(const Matrix& matrix, const Selection& selection, void* out, bool bf16, int threads);
     // x [n, cols] -> out [n, selection.count]. `integer`: x is rounded to int8 by group and multiplied in integers.
-    void (*row_product)(const Matrix& matrix, const Selection& selection, const float* x, int64_t n, bool integer, float* out,
-                        int threads);
+    void (*row_product)(const Matrix& matrix, const Selection& selection, const float* x, int64_t n, bool integer,
+                        float* out, int threads);
     // a [n, selection.count] -> out [n, cols].
-    void (*accumulate)(const Matrix& matrix, const Selection& selection, const float* a, int64_t n, float* out, int threads);
+    void (*accumulate)(const Matrix& matrix, const Selection& selection, const float* a, int64_t n, float* out,
+                       int threads);
 };
 
 extern const Kernels portable_kernels;

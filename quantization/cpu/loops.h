@@ -26,8 +26,8 @@ namespace {
 
 using Vec = Isa::Vec;
 constexpr int vecs = Isa::vecs;
-constexpr int64_t block = 32;                // columns decoded at a time
-constexpr int64_t tile = 1024;               // columns of unpacked rows that stay in the first-level cache
+constexpr int64_t block = 32;                    // columns decoded at a time
+constexpr int64_t tile = 1024;                   // columns of unpacked rows that stay in the first-level cache
 constexpr int64_t weights_per_thread = 1 << 14;  // less is not worth another thread
 constexpr float smallest_scale = 0x1p-126f;
 constexpr uint32_t limit_bits = 0x7f000000;  // 2^127
@@ -71,7 +71,7 @@ inline uint16_t to_bf16(float value) {
 // Nearest whole number of -127..127, half to even: adding 1.5 * 2^23 leaves no fraction.
 inline float to_signed_byte(float value) {
     value = value > 127.0f ? 127.0f : value;
-    value = value < -127.0f ? -127.0f : value;
+    value = value > -127.0f ? value : -127.0f;  // NaN goes here too, for it has no whole number
     return (value + 12582912.0f) - 12582912.0f;
 }
 
@@ -130,8 +130,8 @@ struct Rows {
 
 // Columns [start, stop), whole groups, of one row as floats.
 template <bool four_bit>
-inline void decode_columns(const Row<four_bit>& row, Isa::Decoder<four_bit>& decoder, int64_t start, int64_t stop, int64_t group_size,
-                           float* out) {
+inline void decode_columns(const Row<four_bit>& row, Isa::Decoder<four_bit>& decoder, int64_t start, int64_t stop,
+                           int64_t group_size, float* out) {
     for (int64_t c = start; c < stop; c += block) {
         if (c % group_size == 0) decoder.scale(from_bf16(row.scales[c / group_size]));
         Vec weights[vecs];

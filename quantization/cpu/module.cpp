@@ -1,10 +1,10 @@
 // The Python face of the kernels. Arguments are addresses and sizes that quantization/ops.py and neuron_matrix.py have
 // checked; what is checked here is the index, because it is the one thing that costs a pass over data.
 
+#include <nanobind/nanobind.h>
+
 #include <cstdlib>
 #include <new>
-
-#include <nanobind/nanobind.h>
 
 #include "kernels.h"
 
@@ -60,16 +60,20 @@ bool strictly_ascending(const Selection& selection, int64_t rows) {
     return previous < rows;
 }
 
-bool quantize(int level, uintptr_t weight, int64_t rows, int64_t cols, int64_t group_size, uintptr_t thresholds, float divisor,
-              bool signed_peak, uintptr_t codes, uintptr_t scales, int threads) {
+bool quantize(int level, uintptr_t weight, int64_t rows, int64_t cols, int64_t group_size, uintptr_t thresholds,
+              float divisor, bool signed_peak, uintptr_t codes, uintptr_t scales, int threads) {
     const Rule rule{pointer<const float>(thresholds), divisor, signed_peak};
-    return by_level[level]->quantize(pointer<const float>(weight), rows, cols, group_size, rule, pointer<uint8_t>(codes),
-                                     pointer<uint16_t>(scales), threads);
+    return by_level[level]->quantize(pointer<const float>(weight), rows, cols, group_size, rule,
+                                     pointer<uint8_t>(codes), pointer<uint16_t>(scales), threads);
 }
 
-bool dequantize(int level, uintptr_t codes, uintptr_t scales, uintptr_t table, int64_t rows, int64_t cols, int64_t group_size,
-                uintptr_t index, int64_t count, uintptr_t out, bool bf16, int threads) {
-    const Matrix matrix{pointer<const uint8_t>(codes), pointer<const uint16_t>(scales), pointer<const int8_t>(table), rows, cols,
+bool dequantize(int level, uintptr_t codes, uintptr_t scales, uintptr_t table, int64_t rows, int64_t cols,
+                int64_t group_size, uintptr_t index, int64_t count, uintptr_t out, bool bf16, int threads) {
+    const Matrix matrix{pointer<const uint8_t>(codes),
+                        pointer<const uint16_t>(scales),
+                        pointer<const int8_t>(table),
+                        rows,
+                        cols,
                         group_size};
     const Selection selection{pointer<const int64_t>(index), count};
     if (!strictly_ascending(selection, rows)) return false;
@@ -77,9 +81,14 @@ bool dequantize(int level, uintptr_t codes, uintptr_t scales, uintptr_t table, i
     return true;
 }
 
-bool row_product(int level, uintptr_t codes, uintptr_t scales, uintptr_t table, int64_t rows, int64_t cols, int64_t group_size,
-                 uintptr_t index, int64_t count, uintptr_t x, int64_t n, bool integer, uintptr_t out, int threads) {
-    const Matrix matrix{pointer<const uint8_t>(codes), pointer<const uint16_t>(scales), pointer<const int8_t>(table), rows, cols,
+bool row_product(int level, uintptr_t codes, uintptr_t scales, uintptr_t table, int64_t rows, int64_t cols,
+                 int64_t group_size, uintptr_t index, int64_t count, uintptr_t x, int64_t n, bool integer,
+                 uintptr_t out, int threads) {
+    const Matrix matrix{pointer<const uint8_t>(codes),
+                        pointer<const uint16_t>(scales),
+                        pointer<const int8_t>(table),
+                        rows,
+                        cols,
                         group_size};
     const Selection selection{pointer<const int64_t>(index), count};
     if (!strictly_ascending(selection, rows)) return false;
@@ -87,9 +96,14 @@ bool row_product(int level, uintptr_t codes, uintptr_t scales, uintptr_t table, 
     return true;
 }
 
-bool accumulate(int level, uintptr_t codes, uintptr_t scales, uintptr_t table, int64_t rows, int64_t cols, int64_t group_size,
-                uintptr_t index, int64_t count, uintptr_t a, int64_t n, uintptr_t out, int threads) {
-    const Matrix matrix{pointer<const uint8_t>(codes), pointer<const uint16_t>(scales), pointer<const int8_t>(table), rows, cols,
+bool accumulate(int level, uintptr_t codes, uintptr_t scales, uintptr_t table, int64_t rows, int64_t cols,
+                int64_t group_size, uintptr_t index, int64_t count, uintptr_t a, int64_t n, uintptr_t out,
+                int threads) {
+    const Matrix matrix{pointer<const uint8_t>(codes),
+                        pointer<const uint16_t>(scales),
+                        pointer<const int8_t>(table),
+                        rows,
+                        cols,
                         group_size};
     const Selection selection{pointer<const int64_t>(index), count};
     if (!strictly_ascending(selection, rows)) return false;

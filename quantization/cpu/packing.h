@@ -21,7 +21,8 @@ inline bool quantize_group(const float* values, int64_t size, const Rule& rule, 
     float ratios[128];
     for (int64_t i = 0; i < size; i++) ratios[i] = scale == 0 ? 0.0f : values[i] / scale;
     if (!rule.thresholds) {
-        for (int64_t i = 0; i < size; i++) codes[i] = static_cast<uint8_t>(static_cast<int8_t>(to_signed_byte(ratios[i])));
+        for (int64_t i = 0; i < size; i++)
+            codes[i] = static_cast<uint8_t>(static_cast<int8_t>(to_signed_byte(ratios[i])));
         return true;
     }
     int32_t counts[128] = {};

@@ -75,7 +75,8 @@ struct Isa {
         int8_t weights[group_size];
 
         void load(const uint8_t* codes, const Table& table) {
-            for (int i = 0; i < group_size; i += 32) bytes_of<four_bit>(codes + (four_bit ? i / 2 : i), table.values, weights + i);
+            for (int i = 0; i < group_size; i += 32)
+                bytes_of<four_bit>(codes + (four_bit ? i / 2 : i), table.values, weights + i);
         }
         static void prepare(int8_t*, int32_t*) {}
         // The whole sum in the first lane.

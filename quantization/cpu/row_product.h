@@ -54,7 +54,8 @@ inline void dot_unpacked(const float* row, const float* x, int64_t padded, float
 }
 
 template <bool four_bit>
-void row_product_float(const Matrix& matrix, const Selection& selection, const float* x, int64_t n, float* out, int threads) {
+void row_product_float(const Matrix& matrix, const Selection& selection, const float* x, int64_t n, float* out,
+                       int threads) {
     const int64_t padded = groups_of(matrix.cols, matrix.group_size) * matrix.group_size;
     Buffer<float> padded_x(padded == matrix.cols ? 0 : n * padded);
     if (padded != matrix.cols) {
@@ -82,8 +83,10 @@ void row_product_float(const Matrix& matrix, const Selection& selection, const f
         for (int64_t i = 0; i < selection.count; i++) {
             decode_columns(Row<four_bit>(matrix, row_at(selection, i)), decoder, 0, padded, matrix.group_size, row);
             int64_t t = 0;
-            for (; t + 4 <= n; t += 4) dot_unpacked<4>(row, x + t * padded, padded, out + t * selection.count + i, selection.count);
-            for (; t < n; t++) dot_unpacked<1>(row, x + t * padded, padded, out + t * selection.count + i, selection.count);
+            for (; t + 4 <= n; t += 4)
+                dot_unpacked<4>(row, x + t * padded, padded, out + t * selection.count + i, selection.count);
+            for (; t < n; t++)
+                dot_unpacked<1>(row, x + t * padded, padded, out + t * selection.count + i, selection.count);
         }
     }
 }
@@ -122,8 +125,8 @@ inline void quantize_activations(const float* x, int64_t cols, int64_t row, cons
 
 // `rows` rows of weights times `count` rows of activations.
 template <bool four_bit, int group_size, int rows, int count>
-inline void dot_integer(const Matrix& matrix, const Selection& selection, int64_t first, const IntegerActivations& x, int64_t x_first,
-                        float* out) {
+inline void dot_integer(const Matrix& matrix, const Selection& selection, int64_t first, const IntegerActivations& x,
+                        int64_t x_first, float* out) {
     using Group = Isa::IntegerGroup<four_bit, group_size>;
     const Isa::Table table(matrix.table);
     const Rows<four_bit, rows> weights(matrix, selection, first);
@@ -154,7 +157,8 @@ inline void dot_integer(const Matrix& matrix, const Selection& selection, int64_
 }
 
 template <bool four_bit, int group_size>
-void row_product_integer(const Matrix& matrix, const Selection& selection, const float* x, int64_t n, float* out, int threads) {
+void row_product_integer(const Matrix& matrix, const Selection& selection, const float* x, int64_t n, float* out,
+                         int threads) {
     const int64_t groups = groups_of(matrix.cols, group_size), padded = groups * group_size;
     Buffer<int8_t> values(n * padded);
     Buffer<float> scales(n * groups);
@@ -170,7 +174,8 @@ void row_product_integer(const Matrix& matrix, const Selection& selection, const
 #pragma omp for
         for (int64_t i = 0; i < pairs; i++) {
             int64_t t = 0;
-            for (; t + 4 <= n; t += 4) dot_integer<four_bit, group_size, 2, 4>(matrix, selection, 2 * i, activations, t, out);
+            for (; t + 4 <= n; t += 4)
+                dot_integer<four_bit, group_size, 2, 4>(matrix, selection, 2 * i, activations, t, out);
             for (; t < n; t++) dot_integer<four_bit, group_size, 2, 1>(matrix, selection, 2 * i, activations, t, out);
         }
     }
@@ -182,7 +187,8 @@ void row_product_integer(const Matrix& matrix, const Selection& selection, const
 }
 
 template <bool four_bit>
-void row_product_of(const Matrix& matrix, const Selection& selection, const float* x, int64_t n, bool integer, float* out, int threads) {
+void row_product_of(const Matrix& matrix, const Selection& selection, const float* x, int64_t n, bool integer,
+                    float* out, int threads) {
     if (!integer) {
         row_product_float<four_bit>(matrix, selection, x, n, out, threads);
     } else if (matrix.group_size == 32) {
@@ -194,7 +200,8 @@ void row_product_of(const Matrix& matrix, const Selection& selection, const floa
     }
 }
 
-void row_product(const Matrix& matrix, const Selection& selection, const float* x, int64_t n, bool integer, float* out, int threads) {
+void row_product(const Matrix& matrix, const Selection& selection, const float* x, int64_t n, bool integer, float* out,
+                 int threads) {
     if (matrix.table) {
         row_product_of<true>(matrix, selection, x, n, integer, out, threads);
     } else {

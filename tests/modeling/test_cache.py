@@ -1,6 +1,6 @@
 import pytest
 import torch
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
 from hf_sparse.modeling import TieredCacheLayer
 from hf_sparse.modeling.cache import TierCacheView
@@ -28,6 +28,14 @@ def test_a_tiered_layer_behaves_as_the_layer_it_replaces(make):
         layer.batch_repeat_interleave(3)
         layer.batch_select_indices(torch.tensor([0, 4]))
     assert torch.equal(plain.keys, tiered.keys) and torch.equal(plain.values, tiered.values)
+
+
+def test_a_static_layer_counts_its_tokens_once():
+    plain, tiered = StaticLayer(max_cache_len=11), TieredCacheLayer(StaticLayer(max_cache_len=11), GROUPS)
+    for tokens, seed in ((4, 0), (1, 1), (5, 2)):
+        expected, got = plain.update(*states(tokens, seed)), tiered.update(*states(tokens, seed))
+        assert torch.equal(expected[0], got[0]) and torch.equal(expected[1], got[1])
+        assert int(plain.get_seq_length()) == int(tiered.get_seq_length())
 
 
 def test_cropping_a_tiered_layer():

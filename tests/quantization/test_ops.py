@@ -289,18 +289,6 @@ def test_bad_arguments_are_named(
         call(matrix)
 
 
-@pytest.mark.parametrize("name", ["avx1024", "AVX2"])
-def test_an_unknown_instruction_set_is_refused(name: str, use_instruction_set: Callable[[str], None]) -> None:
-    use_instruction_set(name)
-    with pytest.raises(ValueError, match=f"HF_SPARSE_ISA='{name}': this machine and installation have .*torch"):
-        instruction_set()
-
-
-@each_instruction_set
-def test_the_instruction_set_asked_for_is_the_one_in_use(isa: str) -> None:
-    assert instruction_set() == isa
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("compute_dtype", COMPUTE_DTYPES)

