@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.utils import logging as transformers_logging
 
 from hf_sparse.modeling import BlockId, HybridAttention, HybridMLP, SkipRule, has_exact_zeros, hybrid_blocks, skipping
@@ -44,17 +44,17 @@ def calibrate(model: SparseMixin, tokenizer: Any, options: SparseConfig, key: Pl
     began = time.perf_counter()
     logger.info("Calibrating on %d tokens, once for this checkpoint and these settings.", options.calibration_tokens)
     mlps = {block.id: block for block in hybrid_blocks(model) if isinstance(block, HybridMLP)}
-    with torch.no_grad(), _progress() as progress:
-        progress.set_description("Calibrating: text")
+    with torch.no_grad(), _progress(model, options.calibration_tokens) as progress:
+        progress.set_description("Calibrating (text)")
         rows = calibration_rows(model, tokenizer, options)
         training, held_out = rows[0::2], rows[1::2]
-        progress.set_description("Calibrating: profile")
+        progress.set_description("Calibrating (profile)")
         profile = Profile(model)
         profile.measure(training)
         dense = perplexity(model, held_out, "never")
         if not math.isfinite(dense):
             raise ValueError(f"the model's perplexity on its calibration text is {dense}: its weights or activations are broken")
-        progress.set_description("Calibrating: rules")
+        progress.set_description("Calibrating (rules)")
         rules = {id: SkipRule("exact") if has_exact_zeros(block) else SkipRule() for id, block in mlps.items()}
         predictors: dict[BlockId, dict[str, Tensor]] = {}
         limit = dense * (1 + options.max_perplexity_increase)
@@ -63,7 +63,7 @@ def calibrate(model: SparseMixin, tokenizer: Any, options: SparseConfig, key: Pl
             if smooth:
                 rules.update(_search_thresholds(model, mlps, profile, smooth, held_out, limit))
             if len(smooth) < len(mlps):
-                progress.set_description("Calibrating: predictors")
+                progress.set_description("Calibrating (predictors)")
                 exact = {id: block for id, block in mlps.items() if rules[id].kind == "exact"}
                 predictors, predicted = train_predictors(model, exact, training, held_out, limit, options.calibration_seed)
                 rules.update(predicted)
@@ -320,6 +320,15 @@ def _search_thresholds(
 
 
 @contextmanager
-def _progress() -> Iterator[Any]:
-    with transformers_logging.tqdm(total=0, bar_format="{desc} [{elapsed}]") as bar:
-        yield bar
+def _progress(model: SparseMixin, tokens: int) -> Iterator[Any]:
+    """A bar that counts the tokens that pass through the model: those of the text, then about four times as many to measure on."""
+    with transformers_logging.tqdm(total=5 * tokens, unit="token", leave=False) as bar:
+
+        def count(module: nn.Module, args: Any, output: Any) -> None:
+            bar.update(min(output[0].shape[:2].numel(), bar.total - bar.n))
+
+        handle = model.base_model.register_forward_hook(count)
+        try:
+            yield bar
+        finally:
+            handle.remove()

@@ -18,9 +18,9 @@ from . import native, reference
 from .codebooks import COMPUTE_DTYPES
 from .neuron_matrix import NeuronMatrix, index_fault, row_chunks
 
-# Up to this many activation rows the kernels, which read packed weights, are faster than unpacking for a matrix
-# product.
-_FEW = 32
+# Up to this many activation rows the kernels, which read packed weights, are faster than unpacking for a matrix product
+# (nf4, 2048 x 2048, one thread of a CPU with AMX, which makes torch's bf16 product a fast one).
+_FEW = {"fp32": 32, "bf16": 16, "int8": 64}
 
 
 def gathered_row_product(
@@ -36,8 +36,9 @@ def gathered_row_product(
     Raises ValueError for another shape, dtype, device or index.
     """
     index = _checked(matrix, x, "x", matrix.cols, index, compute_dtype)
-    if (level := _kernel_level(matrix, x)) is not None:
-        out = torch.empty(x.shape[0], matrix.rows if index is None else len(index), dtype=torch.float32, device="cpu")
+    count = matrix.rows if index is None else len(index)
+    if (level := _kernel_level(matrix, x, compute_dtype)) is not None:
+        out = torch.empty(x.shape[0], count, dtype=torch.float32, device="cpu")
         integer = compute_dtype == "int8"
         if not _packed_rows(matrix).row_product(level, _as_float32(x, compute_dtype), index, integer, out):
             raise ValueError(index_fault(index, matrix.rows))
@@ -50,12 +51,11 @@ def gathered_row_product(
         return x.to(torch.float32) @ matrix.dequantize(index=index).T
     dtype = _product_dtype(compute_dtype)
     rounded = reference.round_activations(x, compute_dtype, matrix.group_size).to(dtype)
-    products = [rounded @ rows.T for rows in _dequantized_spans(matrix, index, dtype)]
-    return (
-        torch.cat(products, dim=1).to(torch.float32)
-        if products
-        else rounded.new_zeros(x.shape[0], 0, dtype=torch.float32)
-    )
+    out, start = torch.empty(x.shape[0], count, dtype=torch.float32, device=x.device), 0
+    for rows in _dequantized_spans(matrix, index, dtype):
+        out[:, start : start + len(rows)] = rounded @ rows.T
+        start += len(rows)
+    return out
 
 
 def gathered_accumulate(
@@ -69,9 +69,10 @@ def gathered_accumulate(
     Raises ValueError for another shape, dtype, device or index.
     """
     index = _checked(matrix, a, "a", matrix.rows if index is None else index.numel(), index, compute_dtype)
-    if (level := _kernel_level(matrix, a)) is not None:
+    rounding = "bf16" if compute_dtype == "bf16" else "fp32"
+    if (level := _kernel_level(matrix, a, rounding)) is not None:
         out = torch.empty(a.shape[0], matrix.cols, dtype=torch.float32, device="cpu")
-        if not _packed_rows(matrix).accumulate(level, _as_float32(a, compute_dtype), index, out):
+        if not _packed_rows(matrix).accumulate(level, _as_float32(a, rounding), index, out):
             raise ValueError(index_fault(index, matrix.rows))
         return out
     if fault := index_fault(index, matrix.rows):
@@ -80,7 +81,7 @@ def gathered_accumulate(
         return (a.to(matrix.weight.dtype) @ _rows(matrix.weight, index)).to(torch.float32)
     if _wants_gradient(a):
         return a.to(torch.float32) @ matrix.dequantize(index=index)
-    dtype = _product_dtype(compute_dtype)
+    dtype = _product_dtype(rounding)
     out, start = torch.zeros(a.shape[0], matrix.cols, dtype=torch.float32, device=a.device), 0
     for rows in _dequantized_spans(matrix, index, dtype):
         out += a[:, start : start + len(rows)].to(dtype) @ rows
@@ -109,11 +110,16 @@ def _wants_gradient(x: Tensor) -> bool:
     return x.requires_grad and torch.is_grad_enabled()
 
 
-def _kernel_level(matrix: NeuronMatrix, x: Tensor) -> int | None:
+def _kernel_level(matrix: NeuronMatrix, x: Tensor, compute_dtype: str) -> int | None:
     """The instruction set to run the native kernel with; None where another road is taken. The kernel checks the index
     itself.
     """
-    few = x.device.type == "cpu" and matrix.weight is None and x.shape[0] <= _FEW and not _wants_gradient(x)
+    few = (
+        x.device.type == "cpu"
+        and matrix.weight is None
+        and x.shape[0] <= _FEW[compute_dtype]
+        and not _wants_gradient(x)
+    )
     return native.level() if few else None
 
 

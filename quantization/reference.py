@@ -1,5 +1,6 @@
-"""Every operator in plain PyTorch, on any device: what the kernels are compared with, and what runs where there is no
-kernel.
+"""The definition of every operator in plain PyTorch, on any device: what the kernels are compared with, and what runs
+where there is no kernel. With weight = dequantize(...), the row product is round_activations(x) @ weight.T and the
+accumulation a @ weight, in float32.
 """
 
 from __future__ import annotations
@@ -67,15 +68,3 @@ def round_activations(x: Tensor, compute_dtype: str, group_size: int) -> Tensor:
     if compute_dtype == "int8":
         return fake_quantize(x, group_size)
     return (x.to(torch.bfloat16) if compute_dtype == "bf16" else x).to(torch.float32)
-
-
-def row_product(weight: Tensor, x: Tensor, compute_dtype: str, group_size: int) -> Tensor:
-    """y[i, j] = <x[i], weight[j]>: `weight` float32 [rows, cols], `x` [n, cols] -> float32 [n, rows]."""
-    return round_activations(x, compute_dtype, group_size) @ weight.T
-
-
-def accumulate(weight: Tensor, a: Tensor, compute_dtype: str) -> Tensor:
-    """y[i] = sum_j a[i, j] * weight[j]: `weight` float32 [rows, cols], `a` [n, rows] -> float32 [n, cols]. Each
-    activation is a scalar here, so that compute dtype int8 rounds nothing.
-    """
-    return (a.to(torch.bfloat16) if compute_dtype == "bf16" else a).to(torch.float32) @ weight

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import save_checkpoint, save_tokenizer
 from transformers import AutoTokenizer
 from typer.testing import CliRunner, Result
 
 from hf_sparse import SparseAutoModelForCausalLM, __version__
 from hf_sparse.cli import app
+from tiny_models import save_checkpoint, save_tokenizer
 
 PROMPT = "The assignment of a value to a name"
 TEMPLATE = "{% for message in messages %}<s>{{ message.content }}</s>{% endfor %}"
