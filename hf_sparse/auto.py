@@ -65,24 +65,24 @@ class SparseAutoModelForCausalLM:
         """Loads a checkpoint, quantizes it tensor by tensor, calibrates on first load, and places every neuron.
 
         Args:
-            pretrained_model_name_or_path: a local directory or a hub id.
-            load_in_4bit: 4-bit weights (nf4) and 8-bit compute; short for `quantization_config=WeightOnlyQuantConfig()`.
-            quantization_config: a `WeightOnlyQuantConfig`, or transformers' `BitsAndBytesConfig`.
-            gpu_budget: bytes of neurons and other weights that may lie on the GPU: "11GB", "10GiB", "80%", bytes, or a mapping from
+            pretrained_model_name_or_path: a local directory or a hub id. load_in_4bit: 4-bit weights (nf4) and 8-bit
+            compute; short for `quantization_config=WeightOnlyQuantConfig()`. quantization_config: a
+            `WeightOnlyQuantConfig`, or transformers' `BitsAndBytesConfig`. gpu_budget: bytes of neurons and other
+            weights that may lie on the GPU: "11GB", "10GiB", "80%", bytes, or a mapping from
                 device to budget. Without a GPU it is accepted, and a warning says that all neurons stay on the CPU.
-            plan: a folder with a `PlacementPlan` to use instead of looking for one.
-            tiers: explicit `Tier`s instead of the devices that are found, the CPU last; rehearses a GPU with a second CPU tier.
-            gguf_file: name of a GGUF file in the directory or repository.
-            device_map: "auto", "cpu" or None are understood; placement is the plan's.
-            max_perplexity_increase, calibration_texts, calibration_tokens, calibration_seed: see `SparseConfig`.
-            dtype, attn_implementation, trust_remote_code, output_loading_info, config, cache_dir, force_download, local_files_only,
-                proxies, revision, subfolder, token, use_safetensors: as in transformers. What is left must be fields of the model's
-                config.
+            plan: a folder with a `PlacementPlan` to use instead of looking for one. tiers: explicit `Tier`s instead of
+            the devices that are found, the CPU last; rehearses a GPU with a second CPU tier. gguf_file: name of a GGUF
+            file in the directory or repository. device_map: "auto", "cpu" or None are understood; placement is the
+            plan's. max_perplexity_increase, calibration_texts, calibration_tokens, calibration_seed: see
+            `SparseConfig`. dtype, attn_implementation, trust_remote_code, output_loading_info, config, cache_dir,
+            force_download, local_files_only,
+                proxies, revision, subfolder, token, use_safetensors: as in transformers. What is left must be fields of
+                the model's config.
 
         Raises:
-            TypeError: an argument that neither hf_sparse nor the model's config knows.
-            OSError: files that are missing or cannot be read.
-            ValueError: an architecture without hybrid blocks, contradictory options, a budget too small, weights that are not finite.
+            TypeError: an argument that neither hf_sparse nor the model's config knows. OSError: files that are missing
+            or cannot be read. ValueError: an architecture without hybrid blocks, contradictory options, a budget too
+            small, weights that are not finite.
         """
         show_progress_messages()
         name = os.fspath(pretrained_model_name_or_path)
@@ -92,7 +92,10 @@ class SparseAutoModelForCausalLM:
         dtype = kwargs.pop("torch_dtype", None) if dtype is None else dtype
         _check_device_map(device_map)
         if kwargs.pop("use_safetensors", True) is False:
-            raise ValueError("use_safetensors: False asks for pickled weights, which hf_sparse never reads; allowed are True and None")
+            raise ValueError(
+                "use_safetensors: False asks for pickled weights, which hf_sparse never reads; "
+                "allowed are True and None"
+            )
 
         config = _config(name, gguf_file, trust_remote_code, hub, kwargs)
         family_of(config.model_type)
@@ -108,7 +111,11 @@ class SparseAutoModelForCausalLM:
         sparse = as_sparse(model)
         sparse.eval()
         sparse.place(_everything_on_the_cpu(sparse))
-        key = PlanKey(checkpoint.fingerprint(), {} if quantization is None else quantization.to_dict(), options.calibration_settings())
+        key = PlanKey(
+            checkpoint.fingerprint(),
+            {} if quantization is None else quantization.to_dict(),
+            options.calibration_settings(),
+        )
         directory = plan_directory(
             checkpoint.directory,
             local=checkpoint.repo_id is None,
@@ -135,7 +142,8 @@ def _check_device_map(device_map: Any) -> None:
     plain = device_map.get("") if isinstance(device_map, dict) and set(device_map) == {""} else device_map
     if plain is not None and str(plain) not in ("auto", "cpu"):
         raise ValueError(
-            f"device_map: expected None, 'auto' or 'cpu', got {device_map!r}; where neurons live is the plan's choice, within gpu_budget"
+            f"device_map: expected None, 'auto' or 'cpu', got {device_map!r}; "
+            f"where neurons live is the plan's choice, within gpu_budget"
         )
 
 
@@ -149,14 +157,17 @@ def _config(name: str, gguf_file: str | None, trust_remote_code: bool | None, hu
         config, unused = AutoConfig.from_pretrained(
             source, return_unused_kwargs=True, trust_remote_code=trust_remote_code, **gguf, **hub, **kwargs
         )
-        unused = {key: value for key, value in unused.items() if key in kwargs}  # transformers may hand its own back too
+        unused = {
+            key: value for key, value in unused.items() if key in kwargs
+        }  # transformers may hand its own back too
     else:
         config, unused = copy.deepcopy(config), kwargs
     if unused:
         ours = [p for p in inspect.signature(SparseAutoModelForCausalLM.from_pretrained).parameters if p != "kwargs"]
         raise TypeError(
             f"from_pretrained() got unknown arguments: {', '.join(sorted(unused))}. Known are {', '.join(ours[1:])}, "
-            f"{', '.join((*CALIBRATION_ARGUMENTS, *HUB_ARGUMENTS))}, config, use_safetensors, and the fields of {type(config).__name__}."
+            f"{', '.join((*CALIBRATION_ARGUMENTS, *HUB_ARGUMENTS))}, config, use_safetensors, "
+            f"and the fields of {type(config).__name__}."
         )
     return config
 
@@ -169,12 +180,15 @@ def _quantization(config: Any, quantization_config: Any, load_in_4bit: bool) -> 
     fields = stored if isinstance(stored, dict) else stored.to_dict()
     if fields.get("quant_method") != WeightOnlyQuantConfig.quant_method:
         raise ValueError(
-            f"the checkpoint is quantized with {fields.get('quant_method')!r}, which hf_sparse does not read yet; load the unquantized model"
+            f"the checkpoint is quantized with {fields.get('quant_method')!r}, which hf_sparse does not "
+            "read yet; load the unquantized model"
         )
     del config.quantization_config
     saved = WeightOnlyQuantConfig.from_dict(fields)
-    if quantization_config is not None and asked != saved or load_in_4bit and saved.weight_dtype == "int8":
-        raise ValueError(f"quantization_config: the checkpoint is stored as {saved}, got {asked}; leave the argument out")
+    if (quantization_config is not None and asked != saved) or (load_in_4bit and saved.weight_dtype == "int8"):
+        raise ValueError(
+            f"quantization_config: the checkpoint is stored as {saved}, got {asked}; leave the argument out"
+        )
     return saved
 
 
@@ -211,11 +225,15 @@ def _everything_on_the_cpu(model: SparseMixin) -> Placement:
 def _given_plan(
     model: SparseMixin, key: PlanKey, asked: str | os.PathLike[str] | None, beside: Path, settings_matter: bool
 ) -> PlacementPlan | None:
-    """The plan that the user names, else the one saved with the model. Options of the calibration that the user did not give
-    are taken from it."""
+    """The plan that the user names, else the one saved with the model. Options of the calibration that the user did not
+    give are taken from it.
+    """
     if asked is not None:
         if not (Path(asked) / "plan.json").is_file():
-            raise OSError(f"plan: no plan.json in {os.fspath(asked)!r}; expected a folder written by PlacementPlan.save_pretrained")
+            raise OSError(
+                f"plan: no plan.json in {os.fspath(asked)!r}; expected a folder that "
+                "PlacementPlan.save_pretrained wrote"
+            )
         plan = _find_plan(Path(asked), model, key, settings_matter)
         if plan is not None:
             return plan
@@ -255,7 +273,9 @@ def _place(model: SparseMixin, plan: PlacementPlan, options: SparseConfig, direc
 
 
 def _placement_block(block: HybridBlock, profile: BlockProfile) -> PlacementBlock:
-    """A neuron is worth the bytes that it makes its tier read for a token; among equals, what it contributes decides."""
+    """A neuron is worth the bytes that it makes its tier read for a token; among equals, what it contributes
+    decides.
+    """
     size, active = block.bytes_per_neuron(), profile.active_fraction.double()
     contribution = profile.impact.double() / profile.impact.max().clamp_min(1e-30)
     return PlacementBlock(block.id, size, size * (active + 1e-3 * contribution), active)

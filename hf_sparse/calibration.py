@@ -1,7 +1,7 @@
 """Calibration: texts in; activation profile, skip rules and predictors out.
 
-Half of the tokens train (thresholds, profile, predictors), the other half is held out and decides what may be skipped: rules stay
-only within `max_perplexity_increase` of the same quantized weights computed densely.
+Half of the tokens train (thresholds, profile, predictors), the other half is held out and decides what may be skipped:
+rules stay only within `max_perplexity_increase` of the same quantized weights computed densely.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from .plan import BlockProfile, PlacementPlan, PlanKey
 from .predictor_training import train_predictors
 
 ROW_TOKENS = 256
-# Shares of neurons that a magnitude threshold leaves out, from none upwards: what the search chooses from, for all layers alike.
+# Shares of neurons that a magnitude threshold leaves out, from none upwards: what the search chooses from, for all
+# layers alike.
 SKIPPED_SHARES = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 SAMPLES_PER_LAYER = 1 << 16
 
@@ -53,7 +54,9 @@ def calibrate(model: SparseMixin, tokenizer: Any, options: SparseConfig, key: Pl
         profile.measure(training)
         dense = perplexity(model, held_out, "never")
         if not math.isfinite(dense):
-            raise ValueError(f"the model's perplexity on its calibration text is {dense}: its weights or activations are broken")
+            raise ValueError(
+                f"the model's perplexity on its calibration text is {dense}: its weights or activations are broken"
+            )
         progress.set_description("Calibrating (rules)")
         rules = {id: SkipRule("exact") if has_exact_zeros(block) else SkipRule() for id, block in mlps.items()}
         predictors: dict[BlockId, dict[str, Tensor]] = {}
@@ -65,7 +68,9 @@ def calibrate(model: SparseMixin, tokenizer: Any, options: SparseConfig, key: Pl
             if len(smooth) < len(mlps):
                 progress.set_description("Calibrating (predictors)")
                 exact = {id: block for id, block in mlps.items() if rules[id].kind == "exact"}
-                predictors, predicted = train_predictors(model, exact, training, held_out, limit, options.calibration_seed)
+                predictors, predicted = train_predictors(
+                    model, exact, training, held_out, limit, options.calibration_seed
+                )
                 rules.update(predicted)
         _set_rules(mlps, rules)
         sparse = perplexity(model, held_out, "always") if any(r.kind != "none" for r in rules.values()) else dense
@@ -96,7 +101,9 @@ def calibrate(model: SparseMixin, tokenizer: Any, options: SparseConfig, key: Pl
 
 
 def calibration_rows(model: SparseMixin, tokenizer: Any, options: SparseConfig) -> Tensor:
-    """Token ids int64 [rows, tokens]: the user's texts, or the shipped prompts completed by the model itself. At least two rows."""
+    """Token ids int64 [rows, tokens]: the user's texts, or the shipped prompts completed by the model itself. At least
+    two rows.
+    """
     positions = getattr(model.config, "max_position_embeddings", None) or ROW_TOKENS
     length = max(2, min(ROW_TOKENS, positions, options.calibration_tokens // 2))
     texts = _texts(options)
@@ -109,7 +116,9 @@ def calibration_rows(model: SparseMixin, tokenizer: Any, options: SparseConfig) 
         stream = torch.tensor([token for text in ids for token in text])
         vocabulary = model.get_input_embeddings().weight.shape[0]
         if len(stream) and int(stream.max()) >= vocabulary:
-            raise ValueError(f"calibration_texts: the tokenizer gives token {int(stream.max())}, the model has {vocabulary}")
+            raise ValueError(
+                f"calibration_texts: the tokenizer gives token {int(stream.max())}, the model has {vocabulary}"
+            )
     stream = stream[: max(options.calibration_tokens, 2 * length)]
     if len(stream) < 2 * length:
         length = len(stream) // 2
@@ -144,11 +153,14 @@ def _dataset_texts(name: str, tokens: int) -> list[str]:
         split = load_dataset(name, split="train")
     except Exception as error:
         raise ValueError(
-            f"calibration_texts: the dataset {name!r} cannot be loaded ({error}); offline it must be in the cache already, or give a "
+            f"calibration_texts: the dataset {name!r} cannot be loaded ({error}); offline it must be "
+            "in the cache already, or give a "
             "list of texts or a .txt or .jsonl file"
         ) from error
     if "text" not in split.column_names:
-        raise ValueError(f"calibration_texts: the dataset {name!r} has columns {split.column_names}, expected one named 'text'")
+        raise ValueError(
+            f"calibration_texts: the dataset {name!r} has columns {split.column_names}, expected one named 'text'"
+        )
     texts, characters = [], 0
     for text in split["text"]:
         texts.append(text)
@@ -165,6 +177,7 @@ def _self_generated(model: SparseMixin, tokenizer: Any, options: SparseConfig, l
     prompts = prompts[:count]
     start = min(length // 2, min(map(len, prompts)))
     ids = torch.tensor([prompt[-start:] for prompt in prompts])
+    Profile(model).measure(ids)  # a model that computes NaN is named by layer here, before sampling stumbles over it
     new_tokens = max(1, min(math.ceil(options.calibration_tokens / count), length) - start)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.calibration_seed)
@@ -189,7 +202,9 @@ def _prompts(model: SparseMixin, tokenizer: Any, seed: int) -> list[list[int]]:
         ids = [tokenizer(text).input_ids for text in texts]
         if all(ids) and max(map(max, ids)) < vocabulary:
             return ids
-        logger.warning("The tokenizer does not fit the model's vocabulary of %d; calibrating from random first tokens.", vocabulary)
+        logger.warning(
+            "The tokenizer does not fit the model's vocabulary of %d; calibrating from random first tokens.", vocabulary
+        )
     else:
         logger.warning("There is no tokenizer beside the model: calibrating on what it makes of random first tokens.")
     generator = torch.Generator().manual_seed(seed)
@@ -210,8 +225,9 @@ class Profile:
         self.tokens = 0
 
     def measure(self, rows: Tensor) -> None:
-        """Contribution of every neuron, dense: mean over tokens of |hidden| times the norm of its column of down, and for a KV group
-        the mean norm of what it hands to the output projection."""
+        """Contribution of every neuron, dense: mean over tokens of |hidden| times the norm of its column of down, and
+        for a KV group the mean norm of what it hands to the output projection.
+        """
         handles = []
         for block in hybrid_blocks(self.model):
             self.contribution[block.id] = torch.zeros(block.neurons)
@@ -302,8 +318,9 @@ def _search_thresholds(
     held_out: Tensor,
     limit: float,
 ) -> dict[BlockId, SkipRule]:
-    """The largest share of neurons, the same in every layer, whose loss on held-out text stays within `limit`: a bisection, since the
-    loss grows with the share."""
+    """The largest share of neurons, the same in every layer, whose loss on held-out text stays within `limit`: a
+    bisection, since the loss grows with the share.
+    """
 
     def rules(share: float) -> dict[BlockId, SkipRule]:
         return {id: SkipRule("magnitude", profile.threshold(id, share)) if share else SkipRule() for id in smooth}
@@ -321,7 +338,9 @@ def _search_thresholds(
 
 @contextmanager
 def _progress(model: SparseMixin, tokens: int) -> Iterator[Any]:
-    """A bar that counts the tokens that pass through the model: those of the text, then about four times as many to measure on."""
+    """A bar that counts the tokens that pass through the model: those of the text, then about four times as many to
+    measure on.
+    """
     with transformers_logging.tqdm(total=5 * tokens, unit="token", leave=False) as bar:
 
         def count(module: nn.Module, args: Any, output: Any) -> None:

@@ -234,7 +234,7 @@ class SparseConfig:
             return
         if isinstance(texts, str | os.PathLike):
             name = os.fspath(texts)
-            is_file = os.path.isfile(name)  # noqa: PTH113  # Path.is_file raises where a long text was given for a path
+            is_file = os.path.isfile(name)  # Path.is_file raises where a long text was given for a path
             is_text_file = Path(name).suffix in _TEXT_SUFFIXES
             is_dataset = isinstance(texts, str) and not is_text_file and _DATASET.fullmatch(name) is not None
             if not (is_text_file if is_file else is_dataset):

@@ -24,7 +24,7 @@ def perplexity(model: PreTrainedModel, rows: Tensor, mode: Skipping) -> float:
     with torch.no_grad(), skipping(mode):
         for batch in batches(rows, model):
             logits = model(batch, use_cache=False).logits[:, :-1]
-            for row, targets in zip(logits, batch[:, 1:]):
+            for row, targets in zip(logits, batch[:, 1:], strict=True):
                 total += float(torch.nn.functional.cross_entropy(row.float(), targets, reduction="sum"))
                 count += targets.numel()
     return math.exp(min(total / count, 700.0)) if not math.isnan(total) else math.nan

@@ -10,8 +10,10 @@ logger = logging.getLogger("hf_sparse")
 
 
 def show_progress_messages() -> None:
-    """Called when a model is loaded, not on import: the library's own messages (a calibration begins, a plan is used) reach the
-    screen unless the application set up logging itself. HF_SPARSE_VERBOSITY (debug, info, warning, error) sets the level."""
+    """Called when a model is loaded, not on import: the library's own messages (a calibration begins, a plan is used)
+    reach the screen unless the application set up logging itself. HF_SPARSE_VERBOSITY (debug, info, warning, error)
+    sets the level.
+    """
     level = os.environ.get("HF_SPARSE_VERBOSITY", "info").upper()
     if level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
         raise ValueError(f"HF_SPARSE_VERBOSITY: expected debug, info, warning or error, got {level.lower()!r}")

@@ -12,7 +12,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_sparse.modeling import BlockId, HybridBlock, HybridMLP, Placement, Predictor, SkipRule, hybrid_blocks, note_forward
+from hf_sparse.modeling import (
+    BlockId,
+    HybridBlock,
+    HybridMLP,
+    Placement,
+    Predictor,
+    SkipRule,
+    hybrid_blocks,
+    note_forward,
+)
 
 from .checkpoint import open_checkpoint
 from .log import warn_once
@@ -46,8 +55,9 @@ class SparseMixin(PreTrainedModel):
         self.placement = placement
 
     def resident_bytes(self) -> int:
-        """Bytes that lie on the primary tier whatever the placement: embeddings, norms, lm_head, output biases, predictors. A tensor
-        that is tied counts once."""
+        """Bytes that lie on the primary tier whatever the placement: embeddings, norms, lm_head, output biases,
+        predictors. A tensor that is tied counts once.
+        """
         tensors: dict[int, Tensor] = {}
         predictors = 0
         for module in self.modules():
@@ -75,8 +85,14 @@ class SparseMixin(PreTrainedModel):
                 block.reset_counters()
 
     def dequantized_state_dict(self) -> dict[str, Tensor]:
-        """The state dict that the family's plain transformers class needs to compute with the weights this model has."""
-        state = {name: tensor for name, tensor in self.state_dict().items() if name.rpartition(".")[2] not in ("codes", "scales")}
+        """The state dict that the family's plain transformers class needs to compute with the weights this model
+        has.
+        """
+        state = {
+            name: tensor
+            for name, tensor in self.state_dict().items()
+            if name.rpartition(".")[2] not in ("codes", "scales")
+        }
         for path, block in self.named_modules():
             if isinstance(block, HybridBlock):
                 layer = path.removesuffix(block.path)
@@ -87,8 +103,9 @@ class SparseMixin(PreTrainedModel):
     def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """transformers' own `generate`; first looks at the prompt's length.
 
-        Raises ValueError for an empty prompt, and for a prompt longer than the positions of a model that has learned positions; with
-        rotary or ALiBi positions the latter is a warning, since the model computes on, at a loss of quality.
+        Raises ValueError for an empty prompt, and for a prompt longer than the positions of a model that has learned
+        positions; with rotary or ALiBi positions the latter is a warning, since the model computes on, at a loss of
+        quality.
         """
         prompt = inputs if inputs is not None else kwargs.get("input_ids")
         if isinstance(prompt, Tensor) and kwargs.get("inputs_embeds") is None:
@@ -97,7 +114,9 @@ class SparseMixin(PreTrainedModel):
 
     def _check_prompt(self, prompt: Tensor) -> None:
         if prompt.dim() != 2 or prompt.shape[0] == 0 or prompt.shape[1] == 0:
-            raise ValueError(f"inputs: expected token ids [batch, tokens] with at least one token, got shape {list(prompt.shape)}")
+            raise ValueError(
+                f"inputs: expected token ids [batch, tokens] with at least one token, got shape {list(prompt.shape)}"
+            )
         positions = getattr(self.config, "max_position_embeddings", None)
         if positions is not None and prompt.shape[1] > positions:
             message = f"inputs: the prompt has {prompt.shape[1]} tokens, the model {positions} positions"
@@ -108,7 +127,8 @@ class SparseMixin(PreTrainedModel):
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
         """Writes what `from_pretrained(save_directory)` loads again at once: packed weights, config, and the plan.
 
-        Without quantization the files are those of transformers itself. Everything is written to a folder aside and then renamed.
+        Without quantization the files are those of transformers itself. Everything is written to a folder aside and
+        then renamed.
         """
         target = Path(save_directory)
         if target.is_file():
@@ -126,27 +146,39 @@ class SparseMixin(PreTrainedModel):
         plan = dataclasses.replace(self.plan, key=dataclasses.replace(self.plan.key, checkpoint=fingerprint))
         plan.save_pretrained(target / PLAN_FOLDER)
         if push_to_hub:
-            self.push_to_hub(kwargs.pop("repo_id", target.name), **{k: v for k, v in kwargs.items() if k in ("token", "commit_message")})
+            self.push_to_hub(
+                kwargs.pop("repo_id", target.name),
+                **{k: v for k, v in kwargs.items() if k in ("token", "commit_message")},
+            )
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Raises ValueError for another device than the primary tier's: neurons are where the plan put them."""
         device = torch._C._nn._parse_to(*args, **kwargs)[0]
         if device is not None and device != self.device:
-            raise ValueError(f"device: the model is placed on {self.device} by its plan, got {device}; load it with another gpu_budget")
+            raise ValueError(
+                f"device: the model is placed on {self.device} by its plan, got {device}; "
+                "load it with another gpu_budget"
+            )
         return super().to(*args, **kwargs)
 
 
 def note_forward_pass(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of the base model: rules apply to tokens that are decoded one by one."""
-    tokens = next((t for t in (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if isinstance(t, Tensor)), None)
+    tokens = next(
+        (t for t in (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if isinstance(t, Tensor)), None
+    )
     cache = kwargs.get("cache", kwargs.get("past_key_values"))
     note_forward(0 if tokens is None else tokens.shape[1], 0 if cache is None else int(cache.get_seq_length()))
 
 
 def as_sparse(model: PreTrainedModel) -> SparseMixin:
-    """Puts the mixin in front of the model's own class; name and module stay, pipelines and `architectures` go by them."""
+    """Puts the mixin in front of the model's own class; name and module stay, pipelines and `architectures` go by
+    them.
+    """
     cls = type(model)
-    model.__class__ = type(cls.__name__, (SparseMixin, cls), {"__module__": cls.__module__, "_can_compile_fullgraph": False})
+    model.__class__ = type(
+        cls.__name__, (SparseMixin, cls), {"__module__": cls.__module__, "_can_compile_fullgraph": False}
+    )
     model.base_model.register_forward_pre_hook(note_forward_pass, with_kwargs=True)
     return model  # type: ignore[return-value]
 

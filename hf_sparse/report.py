@@ -13,7 +13,9 @@ from hf_sparse.modeling import HybridBlock, Placement
 
 @dataclass(frozen=True)
 class TierSummary:
-    """What lies on one tier. `nbytes` is exact: packed weights, scales, biases, indices, and on the primary tier what must be there."""
+    """What lies on one tier. `nbytes` is exact: packed weights, scales, biases, indices, and on the primary tier what
+    must be there.
+    """
 
     name: str
     mlp_neurons: int
@@ -32,7 +34,9 @@ class PlacementSummary:
     resident_bytes: int
 
     def __rich__(self) -> Table:
-        table = Table(title=f"Placement ({format_bytes(self.resident_bytes)} of embeddings, norms and head on the first tier)")
+        table = Table(
+            title=f"Placement ({format_bytes(self.resident_bytes)} of embeddings, norms and head on the first tier)"
+        )
         for heading in ("tier", "MLP neurons", "KV groups", "bytes", "budget"):
             table.add_column(heading, justify="left" if heading == "tier" else "right")
         for tier in self.tiers:

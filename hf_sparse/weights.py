@@ -19,8 +19,12 @@ from .checkpoint import Checkpoint
 from .log import logger
 
 
-def skeleton(config: Any, dtype: Any, attn_implementation: str | None, trust_remote_code: bool | None) -> PreTrainedModel:
-    """The family's model with parameters on the meta device, and buffers that no checkpoint holds (rotary frequencies) computed."""
+def skeleton(
+    config: Any, dtype: Any, attn_implementation: str | None, trust_remote_code: bool | None
+) -> PreTrainedModel:
+    """The family's model with parameters on the meta device, and buffers that no checkpoint holds (rotary frequencies)
+    computed.
+    """
     if dtype in (None, "auto"):
         dtype = config.dtype or torch.float32
     if isinstance(dtype, str):
@@ -56,7 +60,9 @@ def load_weights(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, An
             renamed[name] = slot
     missing = _missing(model, slots, set(renamed.values()))
     if missing:
-        raise ValueError(f"{checkpoint.directory}: the checkpoint lacks {len(missing)} tensors of the model: {_some(missing)}")
+        raise ValueError(
+            f"{checkpoint.directory}: the checkpoint lacks {len(missing)} tensors of the model: {_some(missing)}"
+        )
 
     bar = transformers_logging.tqdm(renamed.items(), desc="Packing weights")
     with torch.no_grad():
@@ -69,13 +75,20 @@ def load_weights(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, An
             else:
                 _set_parameter(owner, local, slot, tensor)
     absent = set(slots) - set(renamed.values())
-    model.tie_weights(missing_keys={name for name in absent if not isinstance(slots[name][0], HybridBlock)}, recompute_mapping=False)
+    model.tie_weights(
+        missing_keys={name for name in absent if not isinstance(slots[name][0], HybridBlock)}, recompute_mapping=False
+    )
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
     unexpected = [name for name in unexpected if not any(re.search(pattern, name) for pattern in ignored)]
     if unexpected:
-        logger.warning("%s: %d tensors of the checkpoint have no place in the model: %s", checkpoint.directory, len(unexpected), _some(unexpected))
+        logger.warning(
+            "%s: %d tensors of the checkpoint have no place in the model: %s",
+            checkpoint.directory,
+            len(unexpected),
+            _some(unexpected),
+        )
     return {"missing_keys": set(), "unexpected_keys": set(unexpected), "mismatched_keys": set(), "error_msgs": []}
 
 
@@ -86,7 +99,9 @@ def _slots(model: PreTrainedModel) -> dict[str, tuple[nn.Module, str]]:
         if isinstance(module, HybridBlock):
             layer = path.removesuffix(module.path)
             for quantized in (True, False):
-                slots.update({f"{layer}{module.prefix}{name}": (module, name) for name in module.expected_tensors(quantized)})
+                slots.update(
+                    {f"{layer}{module.prefix}{name}": (module, name) for name in module.expected_tensors(quantized)}
+                )
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 slots[f"{path}.{name}" if path else name] = (module, name)
@@ -102,7 +117,12 @@ def _missing(model: PreTrainedModel, slots: Mapping[str, tuple[nn.Module, str]],
     for name, (owner, local) in slots.items():
         base, _, leaf = name.rpartition(".")
         packed = isinstance(owner, HybridBlock) and leaf in ("codes", "scales", "weight")
-        if name in found or tied.get(name) in found or (packed and f"{base}.codes" in found) or (packed and f"{base}.weight" in found):
+        if (
+            name in found
+            or tied.get(name) in found
+            or (packed and f"{base}.codes" in found)
+            or (packed and f"{base}.weight" in found)
+        ):
             continue
         if not (isinstance(owner, HybridBlock) and leaf in ("codes", "scales")) and local not in owner._buffers:
             missing.append(name)

@@ -1,7 +1,8 @@
 """HybridAttention: the family's own attention, run on each tier with the KV groups that live there.
 
-Positions, norms, masks, softcaps and score functions stay transformers' own code. Each tier has a narrowed copy of the family's
-module: its projections read that tier's rows, its head counts are the tier's. The partial outputs are added once.
+Positions, norms, masks, softcaps and score functions stay transformers' own code. Each tier has a narrowed copy of the
+family's module: its projections read that tier's rows, its head counts are the tier's. The partial outputs are added
+once.
 """
 
 from __future__ import annotations
@@ -53,10 +54,11 @@ class _NarrowedConfig:
 
 
 class HybridAttention(HybridBlock):
-    """Takes and gives what the family's attention module does: `forward(hidden_states, ...) -> (output, attention weights or None)`.
+    """Takes and gives what the family's attention module does: `forward(hidden_states, ...) -> (output, attention
+    weights or None)`.
 
-    `module` is that module, on the meta device; its projections are replaced, its other children (q and k norms) stay. The instance also
-    counts as one of the module's class, so that `output_attentions` finds it.
+    `module` is that module, on the meta device; its projections are replaced, its other children (q and k norms) stay.
+    The instance also counts as one of the module's class, so that `output_attentions` finds it.
     """
 
     def __init__(
@@ -90,7 +92,9 @@ class HybridAttention(HybridBlock):
                 child = copy.deepcopy(child).to(shard.tier.device)
             module._modules[name] = child
         for name, projection in self.projections.items():
-            linear = NeuronLinear(shard.matrices[name], shard.biases.get(name), projection.writes, self.weights.compute_dtype)
+            linear = NeuronLinear(
+                shard.matrices[name], shard.biases.get(name), projection.writes, self.weights.compute_dtype
+            )
             module._modules[name] = linear
         if len(shard.neurons) < self.neurons:
             narrow = lambda count: count * len(shard.neurons) // self.neurons  # noqa: E731
@@ -110,7 +114,9 @@ class HybridAttention(HybridBlock):
         (module,) = self.modules_of_tiers
         return module.get_submodule(name)  # type: ignore[return-value]
 
-    def forward(self, hidden_states: Tensor, residual: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, hidden_states: Tensor, residual: Tensor | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
         """`residual` is added for families whose attention does so itself (Bloom)."""
         results = run_side_by_side(
             list(enumerate(self.shards)),
@@ -146,7 +152,9 @@ class HybridAttention(HybridBlock):
 
     def _query_heads(self, shard: Shard, total: int) -> Tensor:
         per_group = total // self.neurons
-        return (shard.neurons.long()[:, None] * per_group + torch.arange(per_group, device=shard.neurons.device)).flatten()
+        return (
+            shard.neurons.long()[:, None] * per_group + torch.arange(per_group, device=shard.neurons.device)
+        ).flatten()
 
     def _alibi_of(self, shard: Shard, alibi: Tensor, batch: int) -> Tensor:
         """alibi [batch * heads, 1, keys] -> the same for the heads of one tier."""

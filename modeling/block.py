@@ -1,8 +1,9 @@
 """HybridBlock: what HybridMLP and HybridAttention share. Weights in NeuronMatrix form, split between tiers by neuron.
 
-A projection is one linear layer of the checkpoint. Its stored rows belong to neurons, segment by segment: `q_proj` has one segment in
-which KV group g owns a run of rows; a fused `gate_up_proj` has two segments in which neuron n owns one row each. Projections that write
-to the hidden states (down, o) are stored transposed, so that there too a neuron owns whole rows.
+A projection is one linear layer of the checkpoint. Its stored rows belong to neurons, segment by segment: `q_proj` has
+one segment in which KV group g owns a run of rows; a fused `gate_up_proj` has two segments in which neuron n owns one
+row each. Projections that write to the hidden states (down, o) are stored transposed, so that there too a neuron owns
+whole rows.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ INDEX_BYTES = 4  # a shard keeps the model position of each of its neurons as in
 
 @dataclass(frozen=True)
 class Projection:
-    """A linear layer of a block. `rows`: how many stored rows one neuron owns in each consecutive segment; `writes`: it writes to the
-    hidden states, so its weight [out, in] is stored transposed; `columns`: width of a stored row."""
+    """A linear layer of a block. `rows`: how many stored rows one neuron owns in each consecutive segment; `writes`: it
+    writes to the hidden states, so its weight [out, in] is stored transposed; `columns`: width of a stored row.
+    """
 
     name: str
     rows: tuple[int, ...]
@@ -33,7 +35,9 @@ class Projection:
     bias: bool = False
 
     def stored_rows(self, neurons: Tensor, total: int) -> Tensor:
-        """int64: the stored rows that `neurons` (int, ascending) own, in the layout of the whole projection with only them in it."""
+        """int64: the stored rows that `neurons` (int, ascending) own, in the layout of the whole projection with only
+        them in it.
+        """
         start, parts = 0, []
         for count in self.rows:
             parts.append((start + neurons.long()[:, None] * count + torch.arange(count)).flatten())
@@ -57,14 +61,21 @@ class Shard:
 
 
 class HybridBlock(nn.Module):
-    """Base of the hybrid blocks: loads a block's tensors one by one, splits its neurons between tiers, and saves them in model order.
+    """Base of the hybrid blocks: loads a block's tensors one by one, splits its neurons between tiers, and saves them
+    in model order.
 
-    `path` is the block's place in its decoder layer ("mlp"); `prefix` is what a projection's name in the checkpoint has in front of it,
-    relative to the layer ("mlp.", or "" where the projections are the layer's own, as in OPT).
+    `path` is the block's place in its decoder layer ("mlp"); `prefix` is what a projection's name in the checkpoint has
+    in front of it, relative to the layer ("mlp.", or "" where the projections are the layer's own, as in OPT).
     """
 
     def __init__(
-        self, id: BlockId, path: str, prefix: str, neurons: int, projections: Iterable[Projection], weights: WeightFormat
+        self,
+        id: BlockId,
+        path: str,
+        prefix: str,
+        neurons: int,
+        projections: Iterable[Projection],
+        weights: WeightFormat,
     ) -> None:
         super().__init__()
         self.id, self.path, self.prefix, self.neurons, self.weights = id, path, prefix, neurons, weights
@@ -91,7 +102,9 @@ class HybridBlock(nn.Module):
             if tuple(weight.shape) != stored:
                 expected = stored[::-1] if projection.writes else stored
                 raise ValueError(f"{self.id} {name}: expected shape {list(expected)}, got {list(tensor.shape)}")
-            self._loaded[projection_name] = NeuronMatrix.quantize(weight, self.weights.weight_dtype, self.weights.group_size)
+            self._loaded[projection_name] = NeuronMatrix.quantize(
+                weight, self.weights.weight_dtype, self.weights.group_size
+            )
         elif leaf == "bias":
             width = projection.columns if projection.writes else stored[0]
             if tuple(tensor.shape) != (width,):
@@ -102,7 +115,10 @@ class HybridBlock(nn.Module):
             parts = {leaf: self._loaded.get(f"{projection_name}.{leaf}") for leaf in ("codes", "scales")}
             if None not in parts.values():
                 self._loaded[projection_name] = NeuronMatrix.from_tensors(
-                    parts, self.weights.weight_dtype, self.weights.group_size, *stored  # type: ignore[arg-type]
+                    parts,
+                    self.weights.weight_dtype,
+                    self.weights.group_size,
+                    *stored,  # type: ignore[arg-type]
                 )
                 for part in parts:
                     del self._loaded[f"{projection_name}.{part}"]
@@ -110,14 +126,18 @@ class HybridBlock(nn.Module):
     # Placing
 
     def bytes_per_neuron(self) -> int:
-        """What one neuron takes on the tier where it lives, exactly: its rows of every projection, their biases, its index."""
+        """What one neuron takes on the tier where it lives, exactly: its rows of every projection, their biases, its
+        index.
+        """
         matrices, biases, _ = self._whole()
         rows = {name: sum(p.rows) for name, p in self.projections.items()}
         weights = sum(rows[name] * matrix.nbytes // matrix.rows for name, matrix in matrices.items())
         return weights + sum(rows[name] * bias.element_size() for name, bias in biases.items()) + INDEX_BYTES
 
     def place(self, tiers: Sequence[Tier], tier_of: Tensor) -> None:
-        """Moves each neuron to `tiers[tier_of[neuron]]`; `tier_of` is int64 [neurons]. `tiers[0]` is where hidden states live."""
+        """Moves each neuron to `tiers[tier_of[neuron]]`; `tier_of` is int64 [neurons]. `tiers[0]` is where hidden
+        states live.
+        """
         matrices, biases, output_bias = self._whole()
         self._loaded.clear()
         shards = []
@@ -129,7 +149,9 @@ class HybridBlock(nn.Module):
             shard = Shard(tier, neurons.to(tier.device, torch.int32), {}, {})
             for name, matrix in matrices.items():
                 rows = None if whole else self.projections[name].stored_rows(neurons, self.neurons)
-                shard.matrices[name] = (matrix if rows is None else matrix.select(rows.to(matrix.device))).to(tier.device)
+                shard.matrices[name] = (matrix if rows is None else matrix.select(rows.to(matrix.device))).to(
+                    tier.device
+                )
                 if name in biases:
                     bias = biases[name]
                     shard.biases[name] = (bias if rows is None else bias[rows.to(bias.device)]).to(tier.device)
@@ -142,22 +164,28 @@ class HybridBlock(nn.Module):
         """For subclasses: the shards have changed."""
 
     def _whole(self) -> tuple[dict[str, NeuronMatrix], dict[str, Tensor], Tensor | None]:
-        """Matrices and input biases in model order, and the output bias, from the shards or, before `place`, as loaded."""
+        """Matrices and input biases in model order, and the output bias, from the shards or, before `place`, as
+        loaded.
+        """
         if not self.shards:
             writes = next(name for name, p in self.projections.items() if p.writes)
             matrices = {name: self._loaded[name] for name in self.projections}
-            biases = {n: self._loaded[f"{n}.bias"] for n in self.projections if n != writes and f"{n}.bias" in self._loaded}
+            biases = {
+                n: self._loaded[f"{n}.bias"] for n in self.projections if n != writes and f"{n}.bias" in self._loaded
+            }
             return matrices, biases, self._loaded.get(f"{writes}.bias")  # type: ignore[return-value]
         if len(self.shards) == 1:
             return self.shards[0].matrices, self.shards[0].biases, self.output_bias
         matrices, biases = {}, {}
         for name, projection in self.projections.items():
             rows = [projection.stored_rows(shard.neurons.cpu(), self.neurons) for shard in self.shards]
-            matrices[name] = NeuronMatrix.scatter([(r, s.matrices[name]) for r, s in zip(rows, self.shards)])
+            matrices[name] = NeuronMatrix.scatter(
+                [(r, s.matrices[name]) for r, s in zip(rows, self.shards, strict=True)]
+            )
             if name in self.shards[0].biases:
                 parts = [shard.biases[name].cpu() for shard in self.shards]
                 biases[name] = torch.empty(sum(map(len, parts)), dtype=parts[0].dtype)
-                for r, part in zip(rows, parts):
+                for r, part in zip(rows, parts, strict=True):
                     biases[name][r] = part
         return matrices, biases, self.output_bias
 
@@ -178,7 +206,9 @@ class HybridBlock(nn.Module):
                 destination[f"{layer}{self.prefix}{name}.bias"] = bias
 
     def dequantize(self) -> dict[str, Tensor]:
-        """{"q_proj.weight": fp32 [out, in], ...} in the checkpoint's orientation: what transformers would need to compute the same."""
+        """{"q_proj.weight": fp32 [out, in], ...} in the checkpoint's orientation: what transformers would need to
+        compute the same.
+        """
         matrices, _, _ = self._whole()
         weights: Mapping[str, Tensor] = {name: matrix.dequantize() for name, matrix in matrices.items()}
         return {

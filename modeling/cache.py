@@ -13,17 +13,20 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 class TieredCacheLayer(CacheLayerMixin):
     """One layer of a transformers Cache whose KV groups are split between tiers.
 
-    Each tier has a layer of the kind it replaces (dynamic, sliding window, static), on its own device, so keys and values never leave
-    the tier that computes with them. To the outside `keys` and `values` are whole and in model order: [batch, heads, tokens, head_dim].
+    Each tier has a layer of the kind it replaces (dynamic, sliding window, static), on its own device, so keys and
+    values never leave the tier that computes with them. To the outside `keys` and `values` are whole and in model
+    order: [batch, heads, tokens, head_dim].
     """
 
     def __init__(self, layer: CacheLayerMixin, groups: list[Tensor]) -> None:
-        """`layer` is what the cache holds now, empty or filled; `groups[t]` are the KV groups of tier t (int, ascending)."""
+        """`layer` is what the cache holds now, empty or filled; `groups[t]` are the KV groups of tier t (int,
+        ascending).
+        """
         self.groups = [g.long().cpu() for g in groups]
         self.parts = [_copy_without_states(layer) for _ in groups]
         self.is_sliding = getattr(layer, "is_sliding", False)
         if layer.is_initialized:
-            for part, heads in zip(self.parts, self._heads(layer.keys.shape[1])):
+            for part, heads in zip(self.parts, self._heads(layer.keys.shape[1]), strict=True):
                 part.keys, part.values = layer.keys[:, heads], layer.values[:, heads]
 
     def _heads(self, total: int) -> list[Tensor]:
@@ -32,7 +35,9 @@ class TieredCacheLayer(CacheLayerMixin):
         return [(g[:, None] * per_group + torch.arange(per_group)).flatten() for g in self.groups]
 
     def _merged(self, parts: list[Tensor]) -> Tensor:
-        """Keys or values of the tiers, [batch, heads of the tier, tokens, head_dim], in model order on the first tier's device."""
+        """Keys or values of the tiers, [batch, heads of the tier, tokens, head_dim], in model order on the first tier's
+        device.
+        """
         order = torch.cat(self._heads(sum(part.shape[1] for part in parts))).argsort()
         return torch.cat([part.to(parts[0].device) for part in parts], dim=1)[:, order.to(parts[0].device)]
 
@@ -66,7 +71,7 @@ class TieredCacheLayer(CacheLayerMixin):
         return self._merged([keys for keys, _ in results]), self._merged([values for _, values in results])
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        for part, heads in zip(self.parts, self._heads(key_states.shape[1])):
+        for part, heads in zip(self.parts, self._heads(key_states.shape[1]), strict=True):
             part.lazy_initialization(key_states[:, heads], value_states[:, heads])
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -108,7 +113,9 @@ class TieredCacheLayer(CacheLayerMixin):
 
 
 def _copy_without_states(layer: CacheLayerMixin) -> CacheLayerMixin:
-    """A layer with the counters of `layer` as its own (a static layer counts in a tensor) and its keys and values still shared."""
+    """A layer with the counters of `layer` as its own (a static layer counts in a tensor) and its keys and values still
+    shared.
+    """
     part = copy.copy(layer)
     for name, value in vars(layer).items():
         if isinstance(value, Tensor) and name not in ("keys", "values"):
@@ -122,7 +129,9 @@ class TierCacheView:
     def __init__(self, cache: Cache, tier: int, groups: list[Tensor]) -> None:
         self.cache, self.tier, self.groups = cache, tier, groups
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         layer = _tiered(self.cache, layer_idx, self.groups)
         return layer.parts[self.tier].update(key_states, value_states, *args, **kwargs)
 
@@ -134,10 +143,13 @@ def _tiered(cache: Cache, layer_idx: int, groups: list[Tensor]) -> TieredCacheLa
             cache.layers.append(cache.layer_class_to_replicate())
     layer = cache.layers[layer_idx]
     if isinstance(layer, TieredCacheLayer):
-        if len(layer.groups) == len(groups) and all(torch.equal(a, b.long().cpu()) for a, b in zip(layer.groups, groups)):
+        if len(layer.groups) == len(groups) and all(
+            torch.equal(a, b.long().cpu()) for a, b in zip(layer.groups, groups, strict=True)
+        ):
             return layer
         raise ValueError(
-            f"past_key_values: layer {layer_idx} was filled under another placement; start a new cache after the placement changes"
+            f"past_key_values: layer {layer_idx} was filled under another placement; "
+            "start a new cache after the placement changes"
         )
     cache.layers[layer_idx] = TieredCacheLayer(layer, groups)
     return cache.layers[layer_idx]

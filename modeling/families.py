@@ -1,6 +1,7 @@
 """One table row per architecture: where its blocks are and what they are called. Nothing else knows a family.
 
-Row counts are read off the meta model's own linear layers, so a row is only names and the way in which q, k and v are fused.
+Row counts are read off the meta model's own linear layers, so a row is only names and the way in which q, k and v are
+fused.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from .rules import gives_exact_zeros
 
 @dataclass(frozen=True)
 class AttentionNames:
-    """`inputs`: projections that read the hidden states; `output`: the one that writes. `separate_segments`: the one input holds all of
-    q, then all of k, then all of v (Phi-3), rather than a run of rows per KV group. `splittable` is False where something spans all heads
-    (OLMo 2 norms q and k over the whole projection): the block is then one neuron, on one tier."""
+    """`inputs`: projections that read the hidden states; `output`: the one that writes. `separate_segments`: the one
+    input holds all of q, then all of k, then all of v (Phi-3), rather than a run of rows per KV group. `splittable` is
+    False where something spans all heads (OLMo 2 norms q and k over the whole projection): the block is then one
+    neuron, on one tier.
+    """
 
     path: str
     inputs: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
@@ -33,7 +36,9 @@ class AttentionNames:
 
 @dataclass(frozen=True)
 class Family:
-    """`layers`: path of the decoder layers in the model; `mlp`: path of the MLP in a layer, None where its parts are the layer's own."""
+    """`layers`: path of the decoder layers in the model; `mlp`: path of the MLP in a layer, None where its parts are
+    the layer's own.
+    """
 
     layers: str
     attention: AttentionNames
@@ -61,7 +66,9 @@ FAMILIES: dict[str, Family] = {
         "mlp",
         MLPNames(up="gate_up_proj", down="down_proj", activation="activation_fn", fused=True),
     ),
-    "nemotron": Family("model.layers", _ATTENTION, "mlp", MLPNames(up="up_proj", down="down_proj", activation="act_fn")),
+    "nemotron": Family(
+        "model.layers", _ATTENTION, "mlp", MLPNames(up="up_proj", down="down_proj", activation="act_fn")
+    ),
     "opt": Family(
         "model.decoder.layers",
         AttentionNames("self_attn", output="out_proj"),
@@ -93,13 +100,16 @@ def family_of(model_type: str) -> Family:
     """Raises ValueError, with the list of those there are, for an architecture that the table lacks."""
     if model_type not in FAMILIES:
         raise ValueError(
-            f"hf_sparse has no hybrid blocks for model_type {model_type!r}. It has them for: {', '.join(sorted(FAMILIES))}."
+            f"hf_sparse has no hybrid blocks for model_type {model_type!r}. "
+            f"It has them for: {', '.join(sorted(FAMILIES))}."
         )
     return FAMILIES[model_type]
 
 
 def swap_blocks(model: nn.Module, weights: WeightFormat) -> dict[BlockId, HybridBlock]:
-    """Replaces the MLP and attention of every decoder layer of `model`, which lies on the meta device, by hybrid blocks without weights."""
+    """Replaces the MLP and attention of every decoder layer of `model`, which lies on the meta device, by hybrid blocks
+    without weights.
+    """
     family = family_of(model.config.model_type)  # type: ignore[union-attr,arg-type]
     blocks: dict[BlockId, HybridBlock] = {}
     for number, layer in enumerate(model.get_submodule(family.layers).children()):

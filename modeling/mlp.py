@@ -19,8 +19,9 @@ from .tiers import merge, run_side_by_side
 
 @dataclass(frozen=True)
 class MLPNames:
-    """What a family calls the parts of its MLP, relative to `prefix`. `gate` is None where the MLP has none; where `fused`, `up` is one
-    matrix with the rows of gate first and those of up after them."""
+    """What a family calls the parts of its MLP, relative to `prefix`. `gate` is None where the MLP has none; where
+    `fused`, `up` is one matrix with the rows of gate first and those of up after them.
+    """
 
     up: str
     down: str
@@ -29,8 +30,8 @@ class MLPNames:
     fused: bool = False
 
 
-# Up to this many rows the union of their active neurons is gathered; beyond it nearly every neuron is active for some row, and what a
-# row leaves out is only set to zero.
+# Up to this many rows the union of their active neurons is gathered; beyond it nearly every neuron is active for some
+# row, and what a row leaves out is only set to zero.
 FEW_ROWS = 32
 
 # (input [tokens, d_model], activated gate [tokens, neurons], hidden [tokens, neurons]): what a calibration looks at.
@@ -40,9 +41,10 @@ Observer = Callable[[Tensor, Tensor, Tensor], None]
 class HybridMLP(HybridBlock):
     """`down(act(gate(x)) * up(x))`, or `down(act(up(x)))` where the family has no gate.
 
-    While rules apply (`rules_apply()`: one token per row after others), a token's inactive neurons are left out: with a predictor their
-    rows of gate, up and down are not read, with the other rules those of up and down. Several rows (a batch, beams) read the union of
-    their active neurons (`FEW_ROWS`), and each row still adds its own only, so that a row equals its solo run.
+    While rules apply (`rules_apply()`: one token per row after others), a token's inactive neurons are left out: with a
+    predictor their rows of gate, up and down are not read, with the other rules those of up and down. Several rows (a
+    batch, beams) read the union of their active neurons (`FEW_ROWS`), and each row still adds its own only, so that a
+    row equals its solo run.
     """
 
     def __init__(
@@ -70,11 +72,15 @@ class HybridMLP(HybridBlock):
 
     @property
     def active_fraction(self) -> float | None:
-        """Share of neurons that were computed since the last reset, over the tokens to which rules applied; None before any."""
+        """Share of neurons that were computed since the last reset, over the tokens to which rules applied; None before
+        any.
+        """
         return self._computed / self._offered if self._offered else None
 
     def forward(self, hidden_states: Tensor, residual: Tensor | None = None) -> Tensor:
-        """hidden_states [..., d_model] -> [..., d_model]; `residual` is added for families whose MLP does so itself (Bloom)."""
+        """hidden_states [..., d_model] -> [..., d_model]; `residual` is added for families whose MLP does so itself
+        (Bloom).
+        """
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         rule = self.rule if rules_apply() and self.rule.kind != "none" else None
         predicted = self.predictor.active(x) if rule is not None and self.predictor is not None else None

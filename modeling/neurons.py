@@ -1,7 +1,7 @@
 """Where neurons are: addresses, tiers and placements. Frozen data that the solver writes and the blocks read.
 
-A neuron is one hidden unit of an MLP (a row of gate and up, a column of down) or, in attention, one KV group: a KV head with the
-query heads that share it (PowerInfer, SOSP'24, places MLP neurons and attention heads alike).
+A neuron is one hidden unit of an MLP (a row of gate and up, a column of down) or, in attention, one KV group: a KV head
+with the query heads that share it (PowerInfer, SOSP'24, places MLP neurons and attention heads alike).
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class BlockId:
 class WeightFormat:
     """How a block stores and multiplies its weights.
 
-    `weight_dtype`: "nf4", "fp4", "int4", "int8", or None for weights kept as they came. `group_size`: columns that share a scale.
-    `compute_dtype`: "int8", "bf16" or "fp32", see `hf_sparse.quantization.gathered_row_product`.
+    `weight_dtype`: "nf4", "fp4", "int4", "int8", or None for weights kept as they came. `group_size`: columns that
+    share a scale. `compute_dtype`: "int8", "bf16" or "fp32", see `hf_sparse.quantization.gathered_row_product`.
     """
 
     weight_dtype: str | None = None
@@ -52,8 +52,8 @@ class WeightFormat:
 class Tier:
     """A place where neurons live and are computed.
 
-    `budget` is in bytes, None for no limit. `bandwidth` is the read bandwidth in bytes per second and `sync_seconds` what it
-    costs once per block to hand activations over and merge the result; both feed the cost model only.
+    `budget` is in bytes, None for no limit. `bandwidth` is the read bandwidth in bytes per second and `sync_seconds`
+    what it costs once per block to hand activations over and merge the result; both feed the cost model only.
     """
 
     name: str
@@ -75,8 +75,8 @@ class Tier:
 class Placement:
     """Which neuron lives on which tier.
 
-    `tiers[0]` is the primary tier: hidden states, embeddings, norms and merges live on its device. `assignment[block]` is an int64
-    tensor [neurons of that block] of positions in `tiers`.
+    `tiers[0]` is the primary tier: hidden states, embeddings, norms and merges live on its device. `assignment[block]`
+    is an int64 tensor [neurons of that block] of positions in `tiers`.
     """
 
     tiers: tuple[Tier, ...]
@@ -87,6 +87,8 @@ class Placement:
             raise ValueError("tiers: a placement needs at least one tier")
         for block, tier_of in self.assignment.items():
             if tier_of.dim() != 1 or tier_of.dtype != torch.int64:
-                raise ValueError(f"assignment[{block}]: expected int64 [neurons], got {tier_of.dtype} {list(tier_of.shape)}")
+                raise ValueError(
+                    f"assignment[{block}]: expected int64 [neurons], got {tier_of.dtype} {list(tier_of.shape)}"
+                )
             if tier_of.numel() and not 0 <= int(tier_of.min()) <= int(tier_of.max()) < len(self.tiers):
                 raise ValueError(f"assignment[{block}]: tier positions must lie in 0..{len(self.tiers) - 1}")

@@ -1,7 +1,7 @@
 """Predictor: a small network beside an MLP that foretells which of its neurons will be active.
 
-fc1 (d_model -> r), ReLU, fc2 (r -> neurons), fed with the block's own input (DejaVu, ICML'23, section 4; PowerInfer, SOSP'24). The
-bias shifts each neuron's decision so that recall, not accuracy, is what training aims at.
+fc1 (d_model -> r), ReLU, fc2 (r -> neurons), fed with the block's own input (DejaVu, ICML'23, section 4; PowerInfer,
+SOSP'24). The bias shifts each neuron's decision so that recall, not accuracy, is what training aims at.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from hf_sparse.quantization import NeuronMatrix, gathered_row_product
 
 
 class Predictor:
-    """Weights are kept in 8 bits. `fc1`: [r, d_model], `fc2`: [neurons, r], `bias`: [neurons]; a score above zero means active."""
+    """Weights are kept in 8 bits. `fc1`: [r, d_model], `fc2`: [neurons, r], `bias`: [neurons]; a score above zero means
+    active.
+    """
 
     def __init__(self, fc1: Tensor, fc2: Tensor, bias: Tensor) -> None:
         if not (fc1.dim() == fc2.dim() == 2 and fc2.shape[1] == fc1.shape[0] and bias.shape == (fc2.shape[0],)):

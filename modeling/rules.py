@@ -1,7 +1,8 @@
 """SkipRule: when a neuron may be left out for a token. A rule returns what is active and stores nothing.
 
-`exact`: the activation is zero, so leaving it out changes nothing (PowerInfer, SOSP'24). `magnitude`: the activated gate lies below
-a calibrated threshold (CATS, 2024). `predicted`: a predictor foretells it (DejaVu, ICML'23). `none`: every neuron is computed.
+`exact`: the activation is zero, so leaving it out changes nothing (PowerInfer, SOSP'24). `magnitude`: the activated
+gate lies below a calibrated threshold (CATS, 2024). `predicted`: a predictor foretells it (DejaVu, ICML'23). `none`:
+every neuron is computed.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class SkipRule:
             raise ValueError(f"threshold: expected a finite number >= 0, got {self.threshold!r}")
 
     def active(self, gate: Tensor) -> Tensor:
-        """bool [tokens, neurons]: which of the activated gates `gate` [tokens, neurons] the rule keeps. NaN counts as active."""
+        """bool [tokens, neurons]: which of the activated gates `gate` [tokens, neurons] the rule keeps. NaN counts as
+        active.
+        """
         return gate != 0 if self.kind != "magnitude" else ~(gate.abs() < self.threshold)
 
     def to_dict(self) -> dict[str, Any]:
@@ -46,7 +49,9 @@ class SkipRule:
 
 
 def gives_exact_zeros(activation: Callable[[Tensor], Tensor]) -> bool:
-    """Whether `activation` is exactly zero for every negative input, as ReLU and ReLU^2 are and SiLU and GELU are not."""
+    """Whether `activation` is exactly zero for every negative input, as ReLU and ReLU^2 are and SiLU and GELU are
+    not.
+    """
     return not bool(activation(-torch.logspace(-3, 1, 64)).any())
 
 
@@ -57,8 +62,9 @@ _decoding: ContextVar[bool] = ContextVar("hf_sparse_decoding", default=False)
 
 @contextmanager
 def skipping(mode: Skipping) -> Iterator[None]:
-    """Within it rules apply to every token (`always`, how quality is measured), to none (`never`, the dense model), or, as
-    elsewhere, to tokens that are decoded one by one (`decode`): prompts are computed densely."""
+    """Within it rules apply to every token (`always`, how quality is measured), to none (`never`, the dense model), or,
+    as elsewhere, to tokens that are decoded one by one (`decode`): prompts are computed densely.
+    """
     token = _skipping.set(mode)
     try:
         yield

@@ -12,7 +12,9 @@ T = TypeVar("T")
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """`value` with every tensor in it (tuples, lists and dicts are entered) on `device`; what is there already is not copied."""
+    """`value` with every tensor in it (tuples, lists and dicts are entered) on `device`; what is there already is not
+    copied.
+    """
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
     if isinstance(value, dict):
@@ -22,7 +24,9 @@ def to_device(value: Any, device: torch.device) -> Any:
     return value
 
 
-def run_side_by_side(shards: Sequence[T], compute: Callable[[T], Any], device_of: Callable[[T], torch.device]) -> list[Any]:
+def run_side_by_side(
+    shards: Sequence[T], compute: Callable[[T], Any], device_of: Callable[[T], torch.device]
+) -> list[Any]:
     """`compute` of every shard, in the order of `shards`.
 
     Accelerators are started first: their kernels are queued and run while the CPU's part is computed.

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_sparse.modeling.neurons import Tier
 from transformers import BitsAndBytesConfig, LlamaConfig
 
 from hf_sparse import log
 from hf_sparse.config import SparseConfig, WeightOnlyQuantConfig, parse_bytes
+from hf_sparse.modeling.neurons import Tier
 
 
 @pytest.fixture

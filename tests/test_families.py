@@ -1,11 +1,13 @@
-"""The family table is the test matrix: each case is a checkpoint saved by transformers, and transformers' output is the reference."""
+"""The family table is the test matrix: each case is a checkpoint saved by transformers, and transformers' output is the
+reference.
+"""
 
 import pytest
 import torch
-from tiny_models import CASES, plain_twin, prompt_ids, save_checkpoint
 
 from hf_sparse import SparseAutoModelForCausalLM, WeightOnlyQuantConfig
 from hf_sparse.modeling import FAMILIES, Tier
+from tiny_models import CASES, plain_twin, prompt_ids, save_checkpoint
 
 QUICK = {"calibration_tokens": 64, "max_perplexity_increase": 0}
 
@@ -83,4 +85,8 @@ def test_a_saved_model_loads_again_as_it_was(checkpoint, tmp_path):
     with torch.no_grad():
         assert torch.equal(again(ids).logits, model(ids).logits)
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
-    assert tied == (again.get_input_embeddings().weight is again.get_output_embeddings().weight) == model.config.tie_word_embeddings
+    assert (
+        tied
+        == (again.get_input_embeddings().weight is again.get_output_embeddings().weight)
+        == model.config.tie_word_embeddings
+    )

@@ -4,7 +4,6 @@ import threading
 
 import pytest
 import torch
-from tiny_models import plain_twin, prompt_ids, save_checkpoint, save_tokenizer
 from transformers import (
     PreTrainedModel,
     StoppingCriteria,
@@ -17,6 +16,7 @@ from transformers import (
 from hf_sparse import SparseAutoModelForCausalLM, WeightOnlyQuantConfig
 from hf_sparse.log import warn_once
 from hf_sparse.modeling import Placement, SkipRule, Tier, hybrid_blocks
+from tiny_models import plain_twin, prompt_ids, save_checkpoint, save_tokenizer
 
 QUICK = {"calibration_tokens": 64, "max_perplexity_increase": 0}
 GREEDY = {"do_sample": False, "max_new_tokens": 14, "pad_token_id": 0, "eos_token_id": None}
@@ -76,7 +76,14 @@ def test_greedy_and_beams_equal_transformers(pair, options):
 
 def test_sampling_equals_transformers_from_the_same_seed(pair):
     model, reference = pair
-    options = {"do_sample": True, "temperature": 0.8, "top_k": 20, "max_new_tokens": 12, "num_return_sequences": 3, "pad_token_id": 0}
+    options = {
+        "do_sample": True,
+        "temperature": 0.8,
+        "top_k": 20,
+        "max_new_tokens": 12,
+        "num_return_sequences": 3,
+        "pad_token_id": 0,
+    }
     results = []
     for one in (model, reference):
         torch.manual_seed(5)
@@ -111,11 +118,13 @@ def test_each_row_of_a_left_padded_batch_equals_its_solo_run(model):
     prompts = [prompt_ids(1, length, seed=length)[0] for length in (1, 4, 9)]
     width = max(map(len, prompts))
     ids = torch.stack([torch.cat([torch.zeros(width - len(p), dtype=torch.long), p]) for p in prompts])
-    mask = torch.stack([torch.cat([torch.zeros(width - len(p), dtype=torch.long), torch.ones_like(p)]) for p in prompts])
+    mask = torch.stack(
+        [torch.cat([torch.zeros(width - len(p), dtype=torch.long), torch.ones_like(p)]) for p in prompts]
+    )
     model.reset_active_fraction()
     batch = model.generate(ids, attention_mask=mask, **GREEDY)[:, width:]
     assert 0 < model.active_fraction() < 1
-    for row, prompt in zip(batch, prompts):
+    for row, prompt in zip(batch, prompts, strict=True):
         assert torch.equal(row, model.generate(prompt[None], **GREEDY)[0, len(prompt) :])
     for block in hybrid_blocks(model):
         if block.id.kind == "mlp":
@@ -163,7 +172,9 @@ def test_pipeline(model, tokenizer_and_directory):
     assert answer["generated_text"].startswith("for x in") and len(answer["generated_text"]) > len("for x in")
 
 
-@pytest.mark.parametrize("ids", [torch.zeros(1, 0, dtype=torch.long), torch.zeros(0, 3, dtype=torch.long), torch.ones(4, dtype=torch.long)])
+@pytest.mark.parametrize(
+    "ids", [torch.zeros(1, 0, dtype=torch.long), torch.zeros(0, 3, dtype=torch.long), torch.ones(4, dtype=torch.long)]
+)
 def test_an_empty_prompt_is_an_error(model, ids):
     with pytest.raises(ValueError, match=r"inputs: expected token ids \[batch, tokens\]"):
         model.generate(ids, max_new_tokens=2)

@@ -1,12 +1,14 @@
-"""Tiny random checkpoints of every family, saved to disk by transformers itself, and a tiny tokenizer trained on real text."""
+"""Tiny random checkpoints of every family, saved to disk by transformers itself, and a tiny tokenizer trained on real
+text.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import torch
-from pydoc_data.topics import topics
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
@@ -86,7 +88,9 @@ def prompt_ids(rows: int, tokens: int, seed: int = 0) -> torch.Tensor:
 
 def plain_twin(model: PreTrainedModel) -> PreTrainedModel:
     """transformers' own model with the dequantized weights of `model`."""
-    config = type(model.config).from_dict({k: v for k, v in model.config.to_dict().items() if k != "quantization_config"})
+    config = type(model.config).from_dict(
+        {k: v for k, v in model.config.to_dict().items() if k != "quantization_config"}
+    )
     twin = AutoModelForCausalLM.from_config(config, dtype=model.dtype).eval()
     twin.load_state_dict(model.dequantized_state_dict())
     return twin

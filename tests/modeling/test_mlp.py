@@ -20,7 +20,14 @@ def make(shape, activation, weight_dtype=None, compute_dtype="fp32", seed=0):
     names, rows = SHAPES[shape]
     projections = [Projection(name, r, D_MODEL, name == "down", True) for name, r in rows.items()]
     block = HybridMLP(
-        BlockId(0, "mlp"), "mlp", "mlp.", NEURONS, projections, WeightFormat(weight_dtype, 32, compute_dtype), names, activation
+        BlockId(0, "mlp"),
+        "mlp",
+        "mlp.",
+        NEURONS,
+        projections,
+        WeightFormat(weight_dtype, 32, compute_dtype),
+        names,
+        activation,
     )
     for p in projections:
         stored = (sum(p.rows) * NEURONS, D_MODEL)
@@ -119,7 +126,9 @@ def test_predicted_rule_computes_what_the_predictor_names(tiers, rows):
     place(block, tiers)
     generator = torch.Generator().manual_seed(3)
     block.predictor = Predictor(
-        torch.randn(12, D_MODEL, generator=generator), torch.randn(NEURONS, 12, generator=generator), torch.zeros(NEURONS)
+        torch.randn(12, D_MODEL, generator=generator),
+        torch.randn(NEURONS, 12, generator=generator),
+        torch.zeros(NEURONS),
     )
     block.rule = SkipRule("predicted")
     x = torch.randn(rows, D_MODEL, generator=generator)
@@ -135,7 +144,8 @@ def test_moving_neurons_keeps_the_block_and_its_saved_form():
     place(block, 1)
     before = {name: tensor.clone() for name, tensor in block.state_dict(prefix="layer.mlp.").items()}
     assert set(before) == {
-        f"layer.mlp.{name}" for name in ("gate_up.codes", "gate_up.scales", "gate_up.bias", "down.codes", "down.scales", "down.bias")
+        f"layer.mlp.{name}"
+        for name in ("gate_up.codes", "gate_up.scales", "gate_up.bias", "down.codes", "down.scales", "down.bias")
     }
     for seed in (2, 3):
         place(block, 3, seed)

@@ -31,7 +31,9 @@ def test_a_rule_survives_json(rule):
     assert SkipRule.from_dict(rule.to_dict()) == rule
 
 
-@pytest.mark.parametrize("kind, threshold", [("sometimes", 0.0), ("magnitude", -1.0), ("magnitude", math.inf), ("magnitude", math.nan)])
+@pytest.mark.parametrize(
+    ("kind", "threshold"), [("sometimes", 0.0), ("magnitude", -1.0), ("magnitude", math.inf), ("magnitude", math.nan)]
+)
 def test_a_bad_rule_names_what_is_wrong(kind, threshold):
     with pytest.raises(ValueError, match="kind" if kind == "sometimes" else "threshold"):
         SkipRule(kind, threshold)
