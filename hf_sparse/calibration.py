@@ -24,7 +24,7 @@ from hf_sparse.modeling import BlockId, HybridAttention, HybridMLP, SkipRule, ha
 
 from . import __version__
 from .config import SparseConfig
-from .evaluation import batches, perplexity
+from .evaluation import batches, perplexity, vocabulary_size
 from .log import logger
 from .model import SparseMixin
 from .plan import BlockProfile, PlacementPlan, PlanKey
@@ -114,7 +114,7 @@ def calibration_rows(model: SparseMixin, tokenizer: Any, options: SparseConfig) 
             raise ValueError("calibration_texts: there is no tokenizer beside the model that could read them")
         ids = [tokenizer(text).input_ids for text in texts]
         stream = torch.tensor([token for text in ids for token in text])
-        vocabulary = model.get_input_embeddings().weight.shape[0]
+        vocabulary = vocabulary_size(model)
         if len(stream) and int(stream.max()) >= vocabulary:
             raise ValueError(
                 f"calibration_texts: the tokenizer gives token {int(stream.max())}, the model has {vocabulary}"
@@ -198,7 +198,7 @@ def _self_generated(model: SparseMixin, tokenizer: Any, options: SparseConfig, l
 def _prompts(model: SparseMixin, tokenizer: Any, seed: int) -> list[list[int]]:
     if tokenizer is not None:
         texts = json.loads(resources.files("hf_sparse").joinpath("prompts.json").read_text(encoding="utf-8"))
-        vocabulary = model.get_input_embeddings().weight.shape[0]
+        vocabulary = vocabulary_size(model)
         ids = [tokenizer(text).input_ids for text in texts]
         if all(ids) and max(map(max, ids)) < vocabulary:
             return ids
@@ -208,7 +208,7 @@ def _prompts(model: SparseMixin, tokenizer: Any, seed: int) -> list[list[int]]:
     else:
         logger.warning("There is no tokenizer beside the model: calibrating on what it makes of random first tokens.")
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(model.get_input_embeddings().weight.shape[0], (32, 4), generator=generator).tolist()
+    return torch.randint(vocabulary_size(model), (32, 4), generator=generator).tolist()
 
 
 # Measuring

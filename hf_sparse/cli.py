@@ -155,8 +155,9 @@ def plan(
     stdout.print(_rules_table(sparse))
     stdout.print(sparse.placement_summary())
     report = sparse.plan.calibration_report
+    dense, skipping = report["dense_perplexity"], report["sparse_perplexity"]
     stdout.print(
-        f"Perplexity {report['dense_perplexity']:.2f} dense, {report['sparse_perplexity']:.2f} with these rules, "
+        f"Perplexity {dense:.3f} dense, {skipping:.3f} with these rules ({skipping / dense - 1:+.1%}), "
         f"on {report['held_out_tokens']} held-out tokens; {report['seconds']:.0f} s of calibration.",
         highlight=False,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +13,15 @@ from transformers import PreTrainedModel
 from hf_sparse.modeling import Skipping, skipping
 
 
+def vocabulary_size(model: PreTrainedModel) -> int:
+    """Rows of the input embeddings, which may be more than the tokenizer has tokens."""
+    weight: Any = model.get_input_embeddings().weight
+    return weight.shape[0]
+
+
 def batches(rows: Tensor, model: PreTrainedModel) -> Iterator[Tensor]:
     """`rows` in batches whose logits take about 100 MB."""
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+    vocabulary = vocabulary_size(model)
     yield from rows.split(max(1, (1 << 25) // (vocabulary * rows.shape[1])))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 from hf_sparse.modeling import (
     BlockId,
@@ -29,9 +29,10 @@ from .plan import PlacementPlan
 from .report import PlacementSummary, summarize_placement
 
 PLAN_FOLDER = "hf_sparse_plan"
+HUB_ARGUMENTS = ("repo_id", "commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")
 
 
-class SparseMixin(PreTrainedModel):
+class SparseMixin(PreTrainedModel, GenerationMixin):
     """Added to the class of a model that `SparseAutoModelForCausalLM` loads."""
 
     plan: PlacementPlan
@@ -99,7 +100,6 @@ class SparseMixin(PreTrainedModel):
                 state.update({layer + name: weight.to(self.dtype) for name, weight in block.dequantize().items()})
         return state
 
-    @torch.no_grad()
     def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """transformers' own `generate`; first looks at the prompt's length.
 
@@ -124,17 +124,21 @@ class SparseMixin(PreTrainedModel):
                 raise ValueError(f"{message}; shorten the prompt")
             warn_once(f"{message}; what it computes beyond them is not what it was trained for.")
 
-    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
+    def save_pretrained(  # type: ignore[override]  # what is not named here goes on to transformers
+        self, save_directory: str | os.PathLike[str], *, push_to_hub: bool = False, **kwargs: Any
+    ) -> None:
         """Writes what `from_pretrained(save_directory)` loads again at once: packed weights, config, and the plan.
 
         Without quantization the files are those of transformers itself. Everything is written to a folder aside and
-        then renamed.
+        then renamed. Further arguments are those of transformers' `save_pretrained` and, with `push_to_hub`, of its
+        `push_to_hub`.
         """
         target = Path(save_directory)
         if target.is_file():
             raise NotADirectoryError(f"save_directory: expected a directory, {target} is a file")
+        hub = {name: kwargs.pop(name) for name in HUB_ARGUMENTS if name in kwargs}
         target.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as aside:
+        with tempfile.TemporaryDirectory(prefix=".saving-", dir=target) as aside:
             super().save_pretrained(aside, **kwargs)
             written = sorted(Path(aside).iterdir(), key=lambda path: path.suffix == ".json")
             stale = set(target.glob("model*.safetensors*")) - {target / path.name for path in written}
@@ -146,12 +150,9 @@ class SparseMixin(PreTrainedModel):
         plan = dataclasses.replace(self.plan, key=dataclasses.replace(self.plan.key, checkpoint=fingerprint))
         plan.save_pretrained(target / PLAN_FOLDER)
         if push_to_hub:
-            self.push_to_hub(
-                kwargs.pop("repo_id", target.name),
-                **{k: v for k, v in kwargs.items() if k in ("token", "commit_message")},
-            )
+            self.push_to_hub(hub.pop("repo_id", target.name), **hub)
 
-    def to(self, *args: Any, **kwargs: Any) -> Any:
+    def to(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Raises ValueError for another device than the primary tier's: neurons are where the plan put them."""
         device = torch._C._nn._parse_to(*args, **kwargs)[0]
         if device is not None and device != self.device:

@@ -94,7 +94,7 @@ def _train(block: HybridMLP, examples: Examples, seed: int) -> dict[str, Tensor]
     """
     x, labels = examples
     width = int(WEIGHT_SHARE * block.bytes_per_neuron() * block.neurons / (1.1 * (x.shape[1] + block.neurons)))
-    width = min(width // 4 * 4, 256)
+    width = min(width // 32 * 32 or width // 4 * 4, 256)  # rows are stored in groups of 32
     positives = float(labels.float().mean())
     if width < 4 or positives in (0.0, 1.0):
         return None

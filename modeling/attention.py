@@ -72,20 +72,19 @@ class HybridAttention(HybridBlock):
         module: nn.Module,
     ) -> None:
         super().__init__(id, path, prefix, neurons, projections, weights)
-        object.__setattr__(self, "_template", module)
+        self._template = [module]  # in a list: it must not become a child, its projections are on the meta device
         for name, child in module.named_children():
             if name not in self.projections:
                 self.add_module(name, child)
-        self.modules_of_tiers: list[nn.Module] = []
+        self.modules_of_tiers: list[nn.Module] = []  # a plain list: they share this block's children
         cls = type(self)
-        self.__class__ = type(cls.__name__, (cls, type(module)), {"__module__": cls.__module__})  # type: ignore[assignment]
+        self.__class__ = type(cls.__name__, (cls, type(module)), {"__module__": cls.__module__})
 
     def _placed(self) -> None:
-        # a plain attribute: the narrowed modules share this block's children and must not be registered a second time
-        object.__setattr__(self, "modules_of_tiers", [self._narrowed(shard) for shard in self.shards])
+        self.modules_of_tiers = [self._narrowed(shard) for shard in self.shards]
 
     def _narrowed(self, shard: Shard) -> nn.Module:
-        module = copy.copy(self._template)
+        module = copy.copy(self._template[0])
         module._modules = {}
         for name, child in self.named_children():
             if any(p.device != shard.tier.device for p in child.parameters()):
@@ -104,7 +103,7 @@ class HybridAttention(HybridBlock):
             if hasattr(module, "config"):
                 heads = {name: getattr(module.config, name, None) for name in HEAD_COUNTS}
                 overrides = {name: narrow(count) for name, count in heads.items() if isinstance(count, int)}
-                module.config = _NarrowedConfig(module.config, overrides)
+                module.config = _NarrowedConfig(module.config, overrides)  # type: ignore[assignment]
         return module.eval()
 
     @property

@@ -82,7 +82,10 @@ class HybridBlock(nn.Module):
         self.projections = {projection.name: projection for projection in projections}
         self.shards: list[Shard] = []
         self.output_bias: Tensor | None = None  # of the projection that writes: added once, after the merge
-        self._loaded: dict[str, Tensor | NeuronMatrix] = {}
+        # loaded and not placed yet: matrices and biases by projection, half-loaded packed tensors by name
+        self._matrices: dict[str, NeuronMatrix] = {}
+        self._biases: dict[str, Tensor] = {}
+        self._packed: dict[str, Tensor] = {}
 
     # Loading: names are relative to the block, "gate_proj.weight", or "gate_proj.codes" and ".scales" of a saved model.
 
@@ -102,26 +105,23 @@ class HybridBlock(nn.Module):
             if tuple(weight.shape) != stored:
                 expected = stored[::-1] if projection.writes else stored
                 raise ValueError(f"{self.id} {name}: expected shape {list(expected)}, got {list(tensor.shape)}")
-            self._loaded[projection_name] = NeuronMatrix.quantize(
+            self._matrices[projection_name] = NeuronMatrix.quantize(
                 weight, self.weights.weight_dtype, self.weights.group_size
             )
         elif leaf == "bias":
             width = projection.columns if projection.writes else stored[0]
             if tuple(tensor.shape) != (width,):
                 raise ValueError(f"{self.id} {name}: expected shape [{width}], got {list(tensor.shape)}")
-            self._loaded[name] = tensor.clone()
+            self._biases[projection_name] = tensor.clone()
         else:
-            self._loaded[name] = tensor
-            parts = {leaf: self._loaded.get(f"{projection_name}.{leaf}") for leaf in ("codes", "scales")}
-            if None not in parts.values():
-                self._loaded[projection_name] = NeuronMatrix.from_tensors(
-                    parts,
-                    self.weights.weight_dtype,
-                    self.weights.group_size,
-                    *stored,  # type: ignore[arg-type]
+            self._packed[name] = tensor
+            names = {leaf: f"{projection_name}.{leaf}" for leaf in ("codes", "scales")}
+            if all(part in self._packed for part in names.values()):
+                parts = {leaf: self._packed.pop(part) for leaf, part in names.items()}
+                form = self.weights
+                self._matrices[projection_name] = NeuronMatrix.from_tensors(
+                    parts, form.weight_dtype, form.group_size, *stored
                 )
-                for part in parts:
-                    del self._loaded[f"{projection_name}.{part}"]
 
     # Placing
 
@@ -139,7 +139,7 @@ class HybridBlock(nn.Module):
         states live.
         """
         matrices, biases, output_bias = self._whole()
-        self._loaded.clear()
+        self._matrices, self._biases = {}, {}
         shards = []
         for position, tier in enumerate(tiers):
             neurons = (tier_of == position).nonzero().flatten()
@@ -168,25 +168,23 @@ class HybridBlock(nn.Module):
         loaded.
         """
         if not self.shards:
-            writes = next(name for name, p in self.projections.items() if p.writes)
-            matrices = {name: self._loaded[name] for name in self.projections}
-            biases = {
-                n: self._loaded[f"{n}.bias"] for n in self.projections if n != writes and f"{n}.bias" in self._loaded
-            }
-            return matrices, biases, self._loaded.get(f"{writes}.bias")  # type: ignore[return-value]
+            inputs = {name: bias for name, bias in self._biases.items() if not self.projections[name].writes}
+            output_bias = next((bias for name, bias in self._biases.items() if name not in inputs), None)
+            return self._matrices, inputs, output_bias
         if len(self.shards) == 1:
             return self.shards[0].matrices, self.shards[0].biases, self.output_bias
-        matrices, biases = {}, {}
+        matrices: dict[str, NeuronMatrix] = {}
+        biases: dict[str, Tensor] = {}
         for name, projection in self.projections.items():
             rows = [projection.stored_rows(shard.neurons.cpu(), self.neurons) for shard in self.shards]
             matrices[name] = NeuronMatrix.scatter(
                 [(r, s.matrices[name]) for r, s in zip(rows, self.shards, strict=True)]
             )
             if name in self.shards[0].biases:
-                parts = [shard.biases[name].cpu() for shard in self.shards]
-                biases[name] = torch.empty(sum(map(len, parts)), dtype=parts[0].dtype)
-                for r, part in zip(rows, parts, strict=True):
-                    biases[name][r] = part
+                pieces = [shard.biases[name].cpu() for shard in self.shards]
+                biases[name] = torch.empty(sum(map(len, pieces)), dtype=pieces[0].dtype)
+                for r, piece in zip(rows, pieces, strict=True):
+                    biases[name][r] = piece
         return matrices, biases, self.output_bias
 
     # Saving: in model order under the checkpoint's own names, whatever the placement.

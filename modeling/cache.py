@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+from .tiers import to_device
 
 
 class TieredCacheLayer(CacheLayerMixin):
@@ -26,28 +29,33 @@ class TieredCacheLayer(CacheLayerMixin):
         self.parts = [_copy_without_states(layer) for _ in groups]
         self.is_sliding = getattr(layer, "is_sliding", False)
         if layer.is_initialized:
-            for part, heads in zip(self.parts, self._heads(layer.keys.shape[1]), strict=True):
-                part.keys, part.values = layer.keys[:, heads], layer.values[:, heads]
+            keys, values = layer.keys, layer.values
+            assert keys is not None and values is not None
+            for part, heads in zip(self.parts, self._heads(keys.shape[1]), strict=True):
+                part.keys, part.values = keys[:, heads], values[:, heads]
 
     def _heads(self, total: int) -> list[Tensor]:
         """Cached heads of each tier; a KV group may be cached as several (Falcon repeats keys for each query head)."""
         per_group = total // sum(map(len, self.groups))
         return [(g[:, None] * per_group + torch.arange(per_group)).flatten() for g in self.groups]
 
-    def _merged(self, parts: list[Tensor]) -> Tensor:
+    def _merged(self, parts: Sequence[Tensor]) -> Tensor:
         """Keys or values of the tiers, [batch, heads of the tier, tokens, head_dim], in model order on the first tier's
         device.
         """
         order = torch.cat(self._heads(sum(part.shape[1] for part in parts))).argsort()
         return torch.cat([part.to(parts[0].device) for part in parts], dim=1)[:, order.to(parts[0].device)]
 
-    @property
-    def keys(self) -> Tensor | None:
-        return self._merged([part.keys for part in self.parts]) if self.is_initialized else None
+    def _states(self, name: str) -> Tensor | None:
+        return self._merged([getattr(part, name) for part in self.parts]) if self.is_initialized else None
 
     @property
-    def values(self) -> Tensor | None:
-        return self._merged([part.values for part in self.parts]) if self.is_initialized else None
+    def keys(self) -> Tensor | None:  # type: ignore[override]
+        return self._states("keys")
+
+    @property
+    def values(self) -> Tensor | None:  # type: ignore[override]
+        return self._states("values")
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
@@ -59,7 +67,7 @@ class TieredCacheLayer(CacheLayerMixin):
         return all(part.is_croppable for part in self.parts)
 
     @property
-    def is_initialized(self) -> bool:
+    def is_initialized(self) -> bool:  # type: ignore[override]
         return all(part.is_initialized for part in self.parts)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -85,7 +93,7 @@ class TieredCacheLayer(CacheLayerMixin):
 
     def _each(self, method: str, *args: Any) -> None:
         for part in self.parts:
-            getattr(part, method)(*(a.to(part.keys.device) if isinstance(a, Tensor) else a for a in args))
+            getattr(part, method)(*to_device(args, part.keys.device if part.keys is not None else torch.device("cpu")))
 
     def reset(self) -> None:
         self._each("reset")
@@ -151,5 +159,9 @@ def _tiered(cache: Cache, layer_idx: int, groups: list[Tensor]) -> TieredCacheLa
             f"past_key_values: layer {layer_idx} was filled under another placement; "
             "start a new cache after the placement changes"
         )
-    cache.layers[layer_idx] = TieredCacheLayer(layer, groups)
-    return cache.layers[layer_idx]
+    if not isinstance(layer, CacheLayerMixin):
+        raise ValueError(
+            f"past_key_values: layer {layer_idx} is a {type(layer).__name__}, which holds no keys and values"
+        )
+    tiered = cache.layers[layer_idx] = TieredCacheLayer(layer, groups)
+    return tiered

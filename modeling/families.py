@@ -49,7 +49,11 @@ class Family:
 _ATTENTION = AttentionNames("self_attn")
 _GATED = MLPNames(gate="gate_proj", up="up_proj", down="down_proj", activation="act_fn")
 _LLAMA = Family("model.layers", _ATTENTION, "mlp", _GATED)
-_H_TO_4H = {"up": "dense_h_to_4h", "down": "dense_4h_to_h"}
+
+
+def _h_to_4h(activation: str) -> MLPNames:
+    return MLPNames(up="dense_h_to_4h", down="dense_4h_to_h", activation=activation)
+
 
 FAMILIES: dict[str, Family] = {
     "llama": _LLAMA,
@@ -79,19 +83,19 @@ FAMILIES: dict[str, Family] = {
         "transformer.h",
         AttentionNames("self_attention", ("query_key_value",), "dense"),
         "mlp",
-        MLPNames(**_H_TO_4H, activation="act"),
+        _h_to_4h("act"),
     ),
     "bloom": Family(
         "transformer.h",
         AttentionNames("self_attention", ("query_key_value",), "dense"),
         "mlp",
-        MLPNames(**_H_TO_4H, activation="gelu_impl"),
+        _h_to_4h("gelu_impl"),
     ),
     "gpt_neox": Family(
         "gpt_neox.layers",
         AttentionNames("attention", ("query_key_value",), "dense"),
         "mlp",
-        MLPNames(**_H_TO_4H, activation="act"),
+        _h_to_4h("act"),
     ),
 }
 

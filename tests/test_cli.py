@@ -107,7 +107,9 @@ def test_a_temperature_samples_and_a_seed_repeats_it(model: Path) -> None:
 def test_plan_shows_rules_quality_placement_and_where_it_lies(model: Path) -> None:
     result = succeed("plan", model, "--gpu-budget", "1GB")
     assert f"0 to {LAYERS - 1}" in result.stdout
-    assert re.search(r"Perplexity [\d.]+ dense, [\d.]+ with these rules, on \d+ held-out tokens", result.stdout)
+    assert re.search(
+        r"Perplexity [\d.]+ dense, [\d.]+ with these rules \([+-][\d.]+%\), on \d+ held-out tokens", result.stdout
+    )
     assert "MLP neurons" in result.stdout
     saved = result.stdout.splitlines()[-1].removeprefix("Saved in ")
     assert Path(saved).is_relative_to(model)
