@@ -18,6 +18,7 @@ from hf_sparse.modeling import HybridBlock, Placement, Tier, WeightFormat, famil
 from .calibration import calibrate
 from .checkpoint import open_checkpoint
 from .config import SparseConfig, WeightOnlyQuantConfig
+from .gguf_header import read_gguf_header
 from .hardware import find_tiers
 from .log import logger, show_progress_messages
 from .model import PLAN_FOLDER, SparseMixin, as_sparse, block_neurons
@@ -61,7 +62,7 @@ class SparseAutoModelForCausalLM:
         device_map: Any = None,
         output_loading_info: bool = False,
         **kwargs: Any,
-    ) -> SparseMixin | tuple[SparseMixin, dict[str, Any]]:
+    ) -> Any:
         """Loads a checkpoint, quantizes it tensor by tensor, calibrates on first load, and places every neuron.
 
         Args:
@@ -78,6 +79,10 @@ class SparseAutoModelForCausalLM:
             force_download, local_files_only,
                 proxies, revision, subfolder, token, use_safetensors: as in transformers. What is left must be fields of
                 the model's config.
+
+        Returns:
+            The model, an instance of its family's own class and of `SparseMixin`; with `output_loading_info` a tuple of it and
+            transformers' loading info.
 
         Raises:
             TypeError: an argument that neither hf_sparse nor the model's config knows. OSError: files that are missing
@@ -131,6 +136,7 @@ class SparseAutoModelForCausalLM:
                     tokenizer = _tokenizer(name, gguf_file, trust_remote_code, hub)
                     found = calibrate(sparse, tokenizer, options, key)
                     save_or_warn(found, directory)
+        sparse.plan_directory = directory
         _place(sparse, found, options, directory)
         return (sparse, info) if output_loading_info else sparse
 
@@ -154,6 +160,8 @@ def _config(name: str, gguf_file: str | None, trust_remote_code: bool | None, hu
         if not os.path.exists(source) and (os.path.isabs(source) or source.startswith(".") or source.count("/") > 1):
             raise OSError(f"pretrained_model_name_or_path: {source} is neither an existing directory nor a hub id")
         gguf = {} if gguf_file is None else {"gguf_file": gguf_file}
+        if gguf_file is not None and (path := Path(source) / gguf_file).is_file():
+            read_gguf_header(path)  # names the file where it is damaged; transformers' reader does not
         config, unused = AutoConfig.from_pretrained(
             source, return_unused_kwargs=True, trust_remote_code=trust_remote_code, **gguf, **hub, **kwargs
         )

@@ -7,6 +7,7 @@ so that `--help` answers at once.
 from __future__ import annotations
 
 import importlib.util
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -110,6 +111,8 @@ def main(
     ] = False,
 ) -> None:
     """Transformers models that compute only the neurons that matter, each on the device where it lives."""
+    # Before torch loads OpenMP: threads that spin as they wait bring each other to a halt on a machine with other work.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 @app.command()
@@ -160,6 +163,7 @@ def plan(
         f"Perplexity {dense:.3f} dense, {skipping:.3f} with these rules ({skipping / dense - 1:+.1%}), "
         f"on {report['held_out_tokens']} held-out tokens; {report['seconds']:.0f} s of calibration.",
         highlight=False,
+        soft_wrap=True,
     )
     stdout.print(f"Saved in {sparse.plan_directory}", highlight=False, soft_wrap=True)
 

@@ -37,6 +37,7 @@ class SparseMixin(PreTrainedModel, GenerationMixin):
 
     plan: PlacementPlan
     placement: Placement
+    plan_directory: Path  # where the plan is kept, or would be if that could be written
 
     def use_plan(self, plan: PlacementPlan, device: torch.device) -> None:
         """Gives every MLP its rule and its predictor, which lies on `device`. `plan` must have passed `check_model`."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run side by side: two pools that spin ruin each other
+
 from collections.abc import Callable, Iterator
 
 import pytest
