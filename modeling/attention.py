@@ -8,7 +8,6 @@ once.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,9 +15,8 @@ from torch import Tensor, nn
 
 from hf_sparse.quantization import NeuronMatrix, gathered_accumulate, gathered_row_product
 
-from .block import HybridBlock, Projection, Shard
+from .block import BlockSpec, HybridBlock, Shard
 from .cache import TierCacheView
-from .neurons import BlockId, WeightFormat
 from .tiers import merge, run_side_by_side, to_device
 
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads")
@@ -61,17 +59,8 @@ class HybridAttention(HybridBlock):
     The instance also counts as one of the module's class, so that `output_attentions` finds it.
     """
 
-    def __init__(
-        self,
-        id: BlockId,
-        path: str,
-        prefix: str,
-        neurons: int,
-        projections: Iterable[Projection],
-        weights: WeightFormat,
-        module: nn.Module,
-    ) -> None:
-        super().__init__(id, path, prefix, neurons, projections, weights)
+    def __init__(self, spec: BlockSpec, module: nn.Module) -> None:
+        super().__init__(spec)
         self._template = [module]  # in a list: it must not become a child, its projections are on the meta device
         for name, child in module.named_children():
             if name not in self.projections:

@@ -8,7 +8,7 @@ whole rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,21 @@ class Projection:
         return torch.cat(parts)
 
 
+@dataclass(frozen=True)
+class BlockSpec:
+    """What a family's table row and the meta model say of a block. `path` is its place in its decoder layer ("mlp");
+    `prefix` is what a projection's name in the checkpoint has in front of it, relative to the layer ("mlp.", or ""
+    where the projections are the layer's own, as in OPT).
+    """
+
+    id: BlockId
+    path: str
+    prefix: str
+    neurons: int
+    projections: tuple[Projection, ...]
+    weights: WeightFormat
+
+
 @dataclass
 class Shard:
     """The part of a block that lives on one tier. `neurons`: int32 [n], their positions in the model, ascending."""
@@ -63,23 +78,13 @@ class Shard:
 class HybridBlock(nn.Module):
     """Base of the hybrid blocks: loads a block's tensors one by one, splits its neurons between tiers, and saves them
     in model order.
-
-    `path` is the block's place in its decoder layer ("mlp"); `prefix` is what a projection's name in the checkpoint has
-    in front of it, relative to the layer ("mlp.", or "" where the projections are the layer's own, as in OPT).
     """
 
-    def __init__(
-        self,
-        id: BlockId,
-        path: str,
-        prefix: str,
-        neurons: int,
-        projections: Iterable[Projection],
-        weights: WeightFormat,
-    ) -> None:
+    def __init__(self, spec: BlockSpec) -> None:
         super().__init__()
-        self.id, self.path, self.prefix, self.neurons, self.weights = id, path, prefix, neurons, weights
-        self.projections = {projection.name: projection for projection in projections}
+        self.id, self.path, self.prefix = spec.id, spec.path, spec.prefix
+        self.neurons, self.weights = spec.neurons, spec.weights
+        self.projections = {projection.name: projection for projection in spec.projections}
         self.shards: list[Shard] = []
         self.output_bias: Tensor | None = None  # of the projection that writes: added once, after the merge
         # loaded and not placed yet: matrices and biases by projection, half-loaded packed tensors by name

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from .attention import HybridAttention
-from .block import HybridBlock, Projection
+from .block import BlockSpec, HybridBlock, Projection
 from .mlp import HybridMLP, MLPNames
 from .neurons import BlockId, WeightFormat
 from .rules import gives_exact_zeros
@@ -153,7 +153,8 @@ def _hybrid_attention(
             per_neuron = (queries * head_dim, head_dim, head_dim)
         projections.append(Projection(name, per_neuron, columns, writes, linear.bias is not None))
     id = BlockId(number, "attention")
-    return HybridAttention(id, names.path, f"{names.path}.", groups, projections, weights, module)
+    spec = BlockSpec(id, names.path, f"{names.path}.", groups, tuple(projections), weights)
+    return HybridAttention(spec, module)
 
 
 def _kv_groups(config: Any) -> int:
@@ -184,4 +185,5 @@ def _hybrid_mlp(number: int, layer: nn.Module, family: Family, weights: WeightFo
             layer.set_submodule(rest, nn.Identity())
     else:
         path, prefix = family.mlp, f"{family.mlp}."
-    return HybridMLP(BlockId(number, "mlp"), path, prefix, neurons, projections, weights, names, activation)
+    spec = BlockSpec(BlockId(number, "mlp"), path, prefix, neurons, tuple(projections), weights)
+    return HybridMLP(spec, names, activation)

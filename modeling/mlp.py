@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from hf_sparse.quantization import gathered_accumulate, gathered_row_product
 
-from .block import HybridBlock, Projection, Shard
-from .neurons import BlockId, WeightFormat
+from .block import BlockSpec, HybridBlock, Shard
 from .predictor import Predictor
 from .rules import SkipRule, rules_apply
 from .tiers import merge, run_side_by_side
@@ -47,18 +46,8 @@ class HybridMLP(HybridBlock):
     row equals its solo run.
     """
 
-    def __init__(
-        self,
-        id: BlockId,
-        path: str,
-        prefix: str,
-        neurons: int,
-        projections: Iterable[Projection],
-        weights: WeightFormat,
-        names: MLPNames,
-        activation: nn.Module,
-    ) -> None:
-        super().__init__(id, path, prefix, neurons, projections, weights)
+    def __init__(self, spec: BlockSpec, names: MLPNames, activation: nn.Module) -> None:
+        super().__init__(spec)
         self.names = names
         self.activation = activation
         self.rule = SkipRule()

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from hf_sparse.modeling import BlockId, HybridMLP, Predictor, SkipRule, Tier, WeightFormat, skipping
-from hf_sparse.modeling.block import Projection
+from hf_sparse.modeling.block import BlockSpec, Projection
 from hf_sparse.modeling.mlp import FEW_ROWS, MLPNames
 
 D_MODEL, NEURONS = 40, 70
@@ -18,17 +18,9 @@ def make(shape, activation, weight_dtype=None, compute_dtype="fp32", seed=0):
     """A block that is loaded but not placed, and the dense function that it must equal."""
     generator = torch.Generator().manual_seed(seed)
     names, rows = SHAPES[shape]
-    projections = [Projection(name, r, D_MODEL, name == "down", True) for name, r in rows.items()]
-    block = HybridMLP(
-        BlockId(0, "mlp"),
-        "mlp",
-        "mlp.",
-        NEURONS,
-        projections,
-        WeightFormat(weight_dtype, 32, compute_dtype),
-        names,
-        activation,
-    )
+    projections = tuple(Projection(name, r, D_MODEL, name == "down", True) for name, r in rows.items())
+    weights = WeightFormat(weight_dtype, 32, compute_dtype)
+    block = HybridMLP(BlockSpec(BlockId(0, "mlp"), "mlp", "mlp.", NEURONS, projections, weights), names, activation)
     for p in projections:
         stored = (sum(p.rows) * NEURONS, D_MODEL)
         block.load(f"{p.name}.weight", torch.randn(stored[::-1] if p.writes else stored, generator=generator) * 0.3)
