@@ -20,9 +20,9 @@ def vocabulary_size(model: PreTrainedModel) -> int:
 
 
 def batches(rows: Tensor, model: PreTrainedModel) -> Iterator[Tensor]:
-    """`rows` in batches whose logits take about 100 MB."""
+    """`rows` in batches whose logits take about 32 MB, at least a row."""
     vocabulary = vocabulary_size(model)
-    yield from rows.split(max(1, (1 << 25) // (vocabulary * rows.shape[1])))
+    yield from rows.split(max(1, (1 << 23) // (vocabulary * rows.shape[1])))
 
 
 def perplexity(model: PreTrainedModel, rows: Tensor, mode: Skipping) -> float:

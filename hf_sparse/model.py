@@ -104,25 +104,28 @@ class SparseMixin(PreTrainedModel, GenerationMixin):
     def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """transformers' own `generate`; first looks at the prompt's length.
 
-        Raises ValueError for an empty prompt, and for a prompt longer than the positions of a model that has learned
-        positions; with rotary or ALiBi positions the latter is a warning, since the model computes on, at a loss of
-        quality.
+        Raises ValueError for an empty prompt, and where prompt and `max_new_tokens` are more than the positions of a
+        model that has learned positions; with rotary or ALiBi positions a prompt beyond them is a warning, since the
+        model computes on, at a loss of quality.
         """
         prompt = inputs if inputs is not None else kwargs.get("input_ids")
         if isinstance(prompt, Tensor) and kwargs.get("inputs_embeds") is None:
-            self._check_prompt(prompt)
+            self._check_prompt(prompt, kwargs.get("max_new_tokens") or 0)
         return super().generate(inputs, *args, **kwargs)
 
-    def _check_prompt(self, prompt: Tensor) -> None:
+    def _check_prompt(self, prompt: Tensor, new_tokens: int) -> None:
         if prompt.dim() != 2 or prompt.shape[0] == 0 or prompt.shape[1] == 0:
             raise ValueError(
                 f"inputs: expected token ids [batch, tokens] with at least one token, got shape {list(prompt.shape)}"
             )
         positions = getattr(self.config, "max_position_embeddings", None)
-        if positions is not None and prompt.shape[1] > positions:
-            message = f"inputs: the prompt has {prompt.shape[1]} tokens, the model {positions} positions"
-            if any(isinstance(m, nn.Embedding) and "position" in name for name, m in self.named_modules()):
-                raise ValueError(f"{message}; shorten the prompt")
+        if positions is None:
+            return
+        message = f"inputs: the prompt has {prompt.shape[1]} tokens, the model {positions} positions"
+        learned = any(isinstance(m, nn.Embedding) and "position" in name for name, m in self.named_modules())
+        if learned and prompt.shape[1] + new_tokens > positions:
+            raise ValueError(f"{message}, max_new_tokens is {new_tokens}; shorten the prompt or ask for fewer tokens")
+        if prompt.shape[1] > positions:
             warn_once(f"{message}; what it computes beyond them is not what it was trained for.")
 
     def save_pretrained(  # type: ignore[override]  # what is not named here goes on to transformers

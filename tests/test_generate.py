@@ -189,6 +189,9 @@ def test_a_prompt_beyond_the_positions(model, tmp_path, caplog):
     opt = SparseAutoModelForCausalLM.from_pretrained(tmp_path, **QUICK)
     with pytest.raises(ValueError, match="165 tokens, the model 160 positions"):
         opt.generate(ids, max_new_tokens=2)
+    with pytest.raises(ValueError, match="150 tokens, the model 160 positions, max_new_tokens is 11"):
+        opt.generate(ids[:, :150], max_new_tokens=11)
+    assert opt.generate(ids[:, :150], **(GREEDY | {"max_new_tokens": 10})).shape[1] == 160
 
 
 def test_right_padding_is_warned_about(model, caplog):
