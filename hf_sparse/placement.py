@@ -406,7 +406,8 @@ def _program_counts(problem: _Problem, seconds: float) -> tuple[str, str, Tensor
     if not problem.is_allowed(counts):
         return "its answer breaks a constraint", solver.name, None, math.inf
     if program.sol_status == pulp.LpSolutionOptimal:
-        status, value = "optimal", pulp.value(program.objective) * (1 + RELATIVE_GAP)
+        # CBC gives an objective without variables no value
+        status, value = "optimal", (pulp.value(program.objective) or 0.0) * (1 + RELATIVE_GAP)
     elif solver.name == "HiGHS":  # which minimises the negated objective
         status, value = "feasible", -program.solverModel.getInfo().mip_dual_bound
     else:

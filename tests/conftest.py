@@ -14,6 +14,12 @@ import torch
 from hf_sparse.quantization import instruction_set
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _outside_the_source_tree(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A process started with `-c` imports from where it is: in the source tree hf_sparse/ lacks its sub-packages."""
+    os.chdir(tmp_path_factory.mktemp("outside"))
+
+
 @pytest.fixture
 def generator() -> torch.Generator:
     """Seeded: a test sees the same random numbers in every run."""
