@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,11 @@ from .config import SparseConfig, WeightOnlyQuantConfig
 from .gguf_header import read_gguf_header
 from .hardware import find_tiers
 from .log import logger, show_progress_messages
-from .model import PLAN_FOLDER, SparseMixin, as_sparse, block_neurons
+from .model import PLAN_FOLDER, SparseMixin, as_sparse, block_neurons, model_fingerprint
 from .placement import PlacementBlock, solve_placement
 from .plan import BlockProfile, PlacementPlan, PlanError, PlanKey
 from .plan_store import load_placement, placement_key, plan_directory, plan_lock, save_or_warn, save_placement
-from .weights import load_weights, skeleton
+from .weights import load_weights, skeleton, take_dtype_of
 
 HUB_ARGUMENTS = (
     "cache_dir",
@@ -35,7 +35,9 @@ HUB_ARGUMENTS = (
     "revision",
     "subfolder",
     "token",
+    "variant",
 )
+ALWAYS_SO = ("low_cpu_mem_usage", "weights_only")
 CALIBRATION_ARGUMENTS = ("max_perplexity_increase", "calibration_texts", "calibration_tokens", "calibration_seed")
 
 
@@ -54,7 +56,7 @@ class SparseAutoModelForCausalLM:
         quantization_config: Any = None,
         gpu_budget: int | str | Mapping[str, int | str] | None = None,
         plan: str | os.PathLike[str] | None = None,
-        tiers: tuple[Tier, ...] | None = None,
+        tiers: Sequence[Tier] | None = None,
         gguf_file: str | None = None,
         dtype: str | torch.dtype | None = None,
         attn_implementation: str | None = None,
@@ -66,35 +68,40 @@ class SparseAutoModelForCausalLM:
         """Loads a checkpoint, quantizes it tensor by tensor, calibrates on first load, and places every neuron.
 
         Args:
-            pretrained_model_name_or_path: a local directory or a hub id. load_in_4bit: 4-bit weights (nf4) and 8-bit
-            compute; short for `quantization_config=WeightOnlyQuantConfig()`. quantization_config: a
-            `WeightOnlyQuantConfig`, or transformers' `BitsAndBytesConfig`. gpu_budget: bytes of neurons and other
-            weights that may lie on the GPU: "11GB", "10GiB", "80%", bytes, or a mapping from
-                device to budget. Without a GPU it is accepted, and a warning says that all neurons stay on the CPU.
-            plan: a folder with a `PlacementPlan` to use instead of looking for one. tiers: explicit `Tier`s instead of
-            the devices that are found, the CPU last; rehearses a GPU with a second CPU tier. gguf_file: name of a GGUF
-            file in the directory or repository. device_map: "auto", "cpu" or None are understood; placement is the
-            plan's. max_perplexity_increase, calibration_texts, calibration_tokens, calibration_seed: see
-            `SparseConfig`. dtype, attn_implementation, trust_remote_code, output_loading_info, config, cache_dir,
-            force_download, local_files_only,
-                proxies, revision, subfolder, token, use_safetensors: as in transformers. What is left must be fields of
-                the model's config.
+            pretrained_model_name_or_path: a local directory or a hub id.
+            load_in_4bit: 4-bit weights (nf4, groups of 64); short for `quantization_config=WeightOnlyQuantConfig()`.
+            quantization_config: a `WeightOnlyQuantConfig`, or transformers' `BitsAndBytesConfig`.
+            gpu_budget: bytes of neurons and other weights that may lie on the GPU: "11GB", "10GiB", "80%", bytes, or a
+                mapping from device to budget. Without a GPU it is accepted, and a warning says that all neurons stay on
+                the CPU.
+            plan: a folder with a `PlacementPlan` to use instead of looking for one.
+            tiers: explicit `Tier`s instead of the devices found, the CPU last; a second CPU tier rehearses a GPU.
+            gguf_file: name of a GGUF file in the directory or repository.
+            device_map: "auto", "cpu" or None are understood; placement is the plan's.
+            max_perplexity_increase, calibration_texts, calibration_tokens, calibration_seed: see `SparseConfig`.
+            low_cpu_mem_usage, weights_only: accepted, for they are always so: weights are streamed, never unpickled.
+            dtype, attn_implementation, trust_remote_code, output_loading_info, config, cache_dir, force_download,
+                local_files_only, proxies, revision, subfolder, token, use_safetensors, variant: as in transformers.
+                What is left must be fields of the model's config.
 
         Returns:
             The model, an instance of its family's own class and of `SparseMixin`; with `output_loading_info` a tuple of
             it and transformers' loading info.
 
         Raises:
-            TypeError: an argument that neither hf_sparse nor the model's config knows. OSError: files that are missing
-            or cannot be read. ValueError: an architecture without hybrid blocks, contradictory options, a budget too
-            small, weights that are not finite.
+            TypeError: an argument that neither hf_sparse nor the model's config knows.
+            OSError: files that are missing or cannot be read.
+            ValueError: an architecture without hybrid blocks, contradictory options, a budget too small, weights that
+                are not finite.
         """
         show_progress_messages()
         name = os.fspath(pretrained_model_name_or_path)
         given = {key: kwargs.pop(key) for key in CALIBRATION_ARGUMENTS if key in kwargs}
-        options = SparseConfig(gpu_budget=gpu_budget, tiers=tiers, **given)
+        options = SparseConfig(gpu_budget=gpu_budget, tiers=None if tiers is None else tuple(tiers), **given)
         hub = {key: kwargs.pop(key) for key in HUB_ARGUMENTS if key in kwargs}
         dtype = kwargs.pop("torch_dtype", None) if dtype is None else dtype
+        for always_so in ALWAYS_SO:
+            kwargs.pop(always_so, None)
         _check_device_map(device_map)
         if kwargs.pop("use_safetensors", True) is False:
             raise ValueError(
@@ -105,8 +112,11 @@ class SparseAutoModelForCausalLM:
         config = _config(name, gguf_file, trust_remote_code, hub, kwargs)
         family_of(config.model_type)
         quantization = _quantization(config, quantization_config, load_in_4bit)
+        dtype_of_config = config.dtype
         model = skeleton(config, dtype, attn_implementation, trust_remote_code)
         checkpoint = open_checkpoint(name, model=model, gguf_file=gguf_file, **hub)
+        if dtype in (None, "auto") and dtype_of_config is None:
+            take_dtype_of(checkpoint, model)
         swap_blocks(model, _weight_format(quantization))
         info = load_weights(model, checkpoint)
         if quantization is not None:
@@ -117,7 +127,7 @@ class SparseAutoModelForCausalLM:
         sparse.eval()
         sparse.place(_everything_on_the_cpu(sparse))
         key = PlanKey(
-            checkpoint.fingerprint(),
+            model_fingerprint(checkpoint, model.config),
             {} if quantization is None else quantization.to_dict(),
             options.calibration_settings(),
         )
@@ -157,6 +167,10 @@ def _config(name: str, gguf_file: str | None, trust_remote_code: bool | None, hu
     config = kwargs.pop("config", None)
     if config is None or isinstance(config, (str, os.PathLike)):
         source = name if config is None else os.fspath(config)
+        if os.path.isfile(source):
+            raise OSError(
+                f"pretrained_model_name_or_path: {source} is a file; give its folder, and a GGUF as gguf_file"
+            )
         if not os.path.exists(source) and (os.path.isabs(source) or source.startswith(".") or source.count("/") > 1):
             raise OSError(f"pretrained_model_name_or_path: {source} is neither an existing directory nor a hub id")
         gguf = {} if gguf_file is None else {"gguf_file": gguf_file}
@@ -218,7 +232,10 @@ def _tokenizer(name: str, gguf_file: str | None, trust_remote_code: bool | None,
     gguf = {} if gguf_file is None else {"gguf_file": gguf_file}
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, **gguf, **hub)
-    except (OSError, ValueError, KeyError):
+    except OSError:
+        return None  # there is none, which the calibration says
+    except (ValueError, KeyError, TypeError) as error:
+        logger.warning("The tokenizer of %s cannot be read: %s", name, error)
         return None
 
 
@@ -233,8 +250,8 @@ def _everything_on_the_cpu(model: SparseMixin) -> Placement:
 def _given_plan(
     model: SparseMixin, key: PlanKey, asked: str | os.PathLike[str] | None, beside: Path, settings_matter: bool
 ) -> PlacementPlan | None:
-    """The plan that the user names, else the one saved with the model. Options of the calibration that the user did not
-    give are taken from it.
+    """The plan that the user names, else the one saved with the model. Where the user gives no option of the
+    calibration, whatever settings it was made with will do.
     """
     if asked is not None:
         if not (Path(asked) / "plan.json").is_file():
@@ -274,10 +291,21 @@ def _place(model: SparseMixin, plan: PlacementPlan, options: SparseConfig, direc
     resident_bytes = model.resident_bytes()
     key = placement_key(blocks, tiers, resident_bytes)
     solution = load_placement(directory, key, tiers, block_neurons(model))
-    if solution is None:
+    if solution is None or not _fits(solution.placement, blocks, resident_bytes):
         solution = solve_placement(blocks, tiers, resident_bytes)
         save_placement(directory, key, solution)
     model.place(solution.placement)
+
+
+def _fits(placement: Placement, blocks: list[PlacementBlock], resident_bytes: int) -> bool:
+    """Whether a placement that was read from a file keeps the budgets, whatever the file says of itself."""
+    for position, tier in enumerate(placement.tiers):
+        used = sum(block.bytes_per_neuron * int((placement.assignment[block.id] == position).sum()) for block in blocks)
+        used += resident_bytes if position == 0 else 0
+        if tier.budget is not None and used > tier.budget:
+            logger.warning("The saved placement puts %d bytes on %s, over its budget; solving anew.", used, tier.name)
+            return False
+    return True
 
 
 def _placement_block(block: HybridBlock, profile: BlockProfile) -> PlacementBlock:

@@ -64,7 +64,7 @@ WeightDtype = Annotated[
 ComputeDtype = Annotated[
     str | None,
     typer.Option(
-        metavar="TYPE", help="int8, bf16 or fp32 activations in products. Default: int8.", rich_help_panel=LOADING
+        metavar="TYPE", help="int8, bf16 or fp32 activations in products. Default: fp32.", rich_help_panel=LOADING
     ),
 ]
 GroupSize = Annotated[
@@ -284,7 +284,8 @@ def _closing_line(model: SparseMixin, clock: DecodeClock, prompt_tokens: int) ->
     fraction = model.active_fraction()
     return " · ".join(
         [
-            f"{clock.new_tokens} tokens at {clock.tokens_per_second:.1f} tokens/s",
+            f"{clock.new_tokens} tokens"
+            + (f" at {clock.tokens_per_second:.1f} tokens/s" if clock.new_tokens > 1 else ""),
             f"prompt {prompt_tokens} in {clock.prompt_seconds:.2f} s",
             *(f"peak memory {format_bytes(count)} {where}" for where, count in _peak_memory(model)),
             f"{1.0 if fraction is None else fraction:.0%} of MLP neurons computed per token",

@@ -78,7 +78,7 @@ class WeightOnlyQuantConfig(QuantizationConfigMixin):
 
     quant_method: str = field(default="hf_sparse", init=False)  # type: ignore[assignment]  # an enum in transformers
     weight_dtype: str = "nf4"
-    compute_dtype: str = "int8"
+    compute_dtype: str = "fp32"
     group_size: int = 64
 
     def __post_init__(self) -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
+import json
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -23,7 +27,7 @@ from hf_sparse.modeling import (
     note_forward,
 )
 
-from .checkpoint import open_checkpoint
+from .checkpoint import Checkpoint, open_checkpoint
 from .log import warn_once
 from .plan import PlacementPlan
 from .report import PlacementSummary, summarize_placement
@@ -145,12 +149,18 @@ class SparseMixin(PreTrainedModel, GenerationMixin):
         with tempfile.TemporaryDirectory(prefix=".saving-", dir=target) as aside:
             super().save_pretrained(aside, **kwargs)
             written = sorted(Path(aside).iterdir(), key=lambda path: path.suffix == ".json")
-            stale = set(target.glob("model*.safetensors*")) - {target / path.name for path in written}
             for path in written:
                 os.replace(path, target / path.name)
-            for path in stale:
-                path.unlink()
-        fingerprint = open_checkpoint(target, model=self).fingerprint()  # the saved files are a checkpoint of their own
+        variant = kwargs.get("variant")
+        infix = "" if variant is None else f".{re.escape(variant)}"
+        weights = re.compile(rf"model{infix}(-\d{{5}}-of-\d{{5}})?\.safetensors|model\.safetensors\.index{infix}\.json")
+        names = {path.name for path in written}
+        if not any(weights.fullmatch(name) for name in names):
+            return  # another process writes the weights (is_main_process=False)
+        for path in target.iterdir():
+            if weights.fullmatch(path.name) and path.name not in names:
+                path.unlink()  # shards of an earlier save, as in transformers
+        fingerprint = model_fingerprint(open_checkpoint(target, model=self, variant=variant), self.config)
         plan = dataclasses.replace(self.plan, key=dataclasses.replace(self.plan.key, checkpoint=fingerprint))
         plan.save_pretrained(target / PLAN_FOLDER)
         if push_to_hub:
@@ -159,12 +169,30 @@ class SparseMixin(PreTrainedModel, GenerationMixin):
     def to(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Raises ValueError for another device than the primary tier's: neurons are where the plan put them."""
         device = torch._C._nn._parse_to(*args, **kwargs)[0]
-        if device is not None and device != self.device:
+        if device is not None and (device.type, device.index or 0) != (self.device.type, self.device.index or 0):
             raise ValueError(
                 f"device: the model is placed on {self.device} by its plan, got {device}; "
                 "load it with another gpu_budget"
             )
         return super().to(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises ValueError: packed and placed weights come from a checkpoint."""
+        raise ValueError("load_state_dict: a placed model takes no other weights; load them with from_pretrained")
+
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """As in transformers; packed weights count as the numbers they stand for."""
+        neurons = sum(
+            sum(p.rows) * block.neurons * p.columns for block in hybrid_blocks(self) for p in block.projections.values()
+        )
+        return super().num_parameters(only_trainable, exclude_embeddings) + (0 if only_trainable else neurons)
+
+    def get_memory_footprint(self, return_buffers: bool = True) -> int:
+        """Bytes of the model on all tiers."""
+        return self.resident_bytes() + sum(shard.nbytes for block in hybrid_blocks(self) for shard in block.shards)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _bare_model, (type(self).__mro__[2],), self.__dict__
 
 
 def note_forward_pass(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -176,16 +204,34 @@ def note_forward_pass(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     note_forward(0 if tokens is None else tokens.shape[1], 0 if cache is None else int(cache.get_seq_length()))
 
 
+@functools.cache
+def sparse_class(cls: type[PreTrainedModel]) -> type[SparseMixin]:
+    """`cls` with the mixin in front; name and module stay, pipelines and `architectures` go by them."""
+    return type(cls.__name__, (SparseMixin, cls), {"__module__": cls.__module__, "_can_compile_fullgraph": False})
+
+
+def _bare_model(cls: type[PreTrainedModel]) -> SparseMixin:
+    """For copying and unpickling, which fill it afterwards."""
+    made = sparse_class(cls)  # type: ignore[arg-type]  # classes are hashable
+    return made.__new__(made)
+
+
 def as_sparse(model: PreTrainedModel) -> SparseMixin:
-    """Puts the mixin in front of the model's own class; name and module stay, pipelines and `architectures` go by
-    them.
-    """
-    cls = type(model)
-    model.__class__ = type(
-        cls.__name__, (SparseMixin, cls), {"__module__": cls.__module__, "_can_compile_fullgraph": False}
-    )
+    """`model`, whose blocks are hybrid, as an instance of `sparse_class`."""
+    model.__class__ = sparse_class(type(model))  # type: ignore[arg-type]
     model.base_model.register_forward_pre_hook(note_forward_pass, with_kwargs=True)
     return model  # type: ignore[return-value]
+
+
+# What of a config says nothing of what the model computes.
+_NOT_COMPUTED = ("_name_or_path", "architectures", "dtype", "quantization_config", "transformers_version", "use_cache")
+
+
+def model_fingerprint(checkpoint: Checkpoint, config: Any) -> str:
+    """sha256 of the weights and of the config in use, which arguments of from_pretrained may have changed."""
+    fields = {name: value for name, value in config.to_dict().items() if name not in _NOT_COMPUTED}
+    text = json.dumps(fields, sort_keys=True, default=str)
+    return hashlib.sha256(f"{checkpoint.fingerprint()} {text}".encode()).hexdigest()
 
 
 def block_neurons(model: nn.Module) -> dict[BlockId, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import platform
 import re
 from collections.abc import Mapping
@@ -21,6 +22,8 @@ from hf_sparse.modeling import HybridBlock
 from .checkpoint import Checkpoint
 from .log import logger
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 
 def skeleton(
     config: Any, dtype: Any, attn_implementation: str | None, trust_remote_code: bool | None
@@ -32,8 +35,8 @@ def skeleton(
         dtype = config.dtype or torch.float32
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype, dtype)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"dtype: expected 'auto' or a floating torch dtype, got {dtype!r}")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype: expected 'auto', {', '.join(map(str, DTYPES))}, got {dtype!r}")
     attention = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code, **attention)
@@ -44,6 +47,18 @@ def skeleton(
         if computed:
             model._init_weights(module)
     return model
+
+
+def take_dtype_of(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
+    """Where neither user nor config say so, parameters have the dtype of the checkpoint's (of its smallest tensor)."""
+    name = min(checkpoint.names(), key=lambda name: math.prod(checkpoint.shape(name)))
+    dtype = checkpoint.tensor(name).dtype
+    if dtype in DTYPES and dtype != model.dtype:
+        for module in model.modules():
+            for local, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[local] = nn.Parameter(parameter.to(dtype), requires_grad=False)
+        model.config.dtype = dtype
 
 
 def load_weights(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -72,11 +87,16 @@ def load_weights(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, An
         for name, slot in bar:
             owner, local = slots[slot]
             tensor = checkpoint.tensor(name)
-            if isinstance(owner, HybridBlock):
-                leaf = local.rpartition(".")[2]
-                owner.load(local, tensor if leaf in ("codes", "scales") else tensor.to(model.dtype))
-            else:
-                _set_parameter(owner, local, slot, tensor)
+            packed = local.rpartition(".")[2] in ("codes", "scales")
+            if not (packed or tensor.is_floating_point()):
+                raise ValueError(f"{name}: expected floating numbers, got {tensor.dtype}, and no quantization_config")
+            try:
+                if isinstance(owner, HybridBlock):
+                    owner.load(local, tensor if packed else tensor.to(model.dtype))
+                else:
+                    _set_parameter(owner, local, slot, tensor)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
             del tensor
             _return_freed_memory()
     absent = set(slots) - set(renamed.values())
@@ -132,15 +152,13 @@ def _missing(model: PreTrainedModel, slots: Mapping[str, tuple[nn.Module, str]],
     missing = []
     for name, (owner, local) in slots.items():
         base, _, leaf = name.rpartition(".")
-        packed = isinstance(owner, HybridBlock) and leaf in ("codes", "scales", "weight")
-        if (
-            name in found
-            or tied.get(name) in found
-            or (packed and f"{base}.codes" in found)
-            or (packed and f"{base}.weight" in found)
-        ):
-            continue
-        if not (isinstance(owner, HybridBlock) and leaf in ("codes", "scales")) and local not in owner._buffers:
+        if isinstance(owner, HybridBlock) and leaf in ("codes", "scales", "weight"):
+            # a projection comes as a weight, or as codes and scales: of what it comes as, everything must be there
+            packed = bool({f"{base}.codes", f"{base}.scales"} & found)
+            needed = (leaf != "weight") == packed
+        else:
+            needed = local not in owner._buffers
+        if needed and name not in found and tied.get(name) not in found:
             missing.append(name)
     return missing
 

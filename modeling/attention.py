@@ -8,6 +8,7 @@ once.
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import torch
@@ -47,8 +48,9 @@ class _NarrowedConfig:
         self._config, self._overrides = config, overrides
 
     def __getattr__(self, name: str) -> Any:
-        overrides = self.__dict__["_overrides"]
-        return overrides[name] if name in overrides else getattr(self.__dict__["_config"], name)
+        if name in ("_config", "_overrides"):  # not there yet while a copy is made
+            raise AttributeError(name)
+        return self._overrides[name] if name in self._overrides else getattr(self._config, name)
 
 
 class HybridAttention(HybridBlock):
@@ -66,8 +68,10 @@ class HybridAttention(HybridBlock):
             if name not in self.projections:
                 self.add_module(name, child)
         self.modules_of_tiers: list[nn.Module] = []  # a plain list: they share this block's children
-        cls = type(self)
-        self.__class__ = type(cls.__name__, (cls, type(module)), {"__module__": cls.__module__})
+        self.__class__ = _attention_class(type(module))  # type: ignore[arg-type]  # classes are hashable
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _bare_attention, (type(self._template[0]),), self.__dict__
 
     def _placed(self) -> None:
         self.modules_of_tiers = [self._narrowed(shard) for shard in self.shards]
@@ -145,7 +149,9 @@ class HybridAttention(HybridBlock):
         ).flatten()
 
     def _alibi_of(self, shard: Shard, alibi: Tensor, batch: int) -> Tensor:
-        """alibi [batch * heads, 1, keys] -> the same for the heads of one tier."""
+        """alibi [batch * heads, 1, keys] or [batch, heads, 1, keys] -> the same for the heads of one tier."""
+        if alibi.dim() == 4:
+            return alibi[:, self._query_heads(shard, alibi.shape[1])]
         alibi = alibi.view(batch, -1, *alibi.shape[1:])
         return alibi[:, self._query_heads(shard, alibi.shape[1])].flatten(0, 1)
 
@@ -158,3 +164,14 @@ class HybridAttention(HybridBlock):
         whole = torch.cat([part.to(parts[0].device) for part in parts], dim=1)  # type: ignore[union-attr]
         heads = torch.cat([self._query_heads(shard, whole.shape[1]).to(whole.device) for shard in self.shards])
         return whole[:, heads.argsort()]
+
+
+@functools.cache
+def _attention_class(cls: type[nn.Module]) -> type[HybridAttention]:
+    return type("HybridAttention", (HybridAttention, cls), {"__module__": __name__})
+
+
+def _bare_attention(cls: type[nn.Module]) -> HybridAttention:
+    """For copying and unpickling, which fill it afterwards."""
+    made = _attention_class(cls)  # type: ignore[arg-type]
+    return made.__new__(made)

@@ -63,6 +63,8 @@ class Tier:
     sync_seconds: float = 0.0
 
     def __post_init__(self) -> None:
+        if self.device.type == "meta":
+            raise ValueError(f"tier {self.name!r}: device must be one that holds data, got meta")
         if self.budget is not None and self.budget < 0:
             raise ValueError(f"tier {self.name!r}: budget must be >= 0 bytes or None, got {self.budget}")
         if not self.bandwidth > 0:

@@ -2,12 +2,14 @@
 
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -212,6 +214,23 @@ def test_tensors_that_lack_or_do_not_fit_are_named(llama):
             load(llama)
 
 
+def test_half_a_packed_projection_is_named(llama, tmp_path):
+    load(llama, load_in_4bit=True).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.scales"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks 1 tensors of the model: model\.layers\.1\.mlp\.up_proj\.scales"):
+        SparseAutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_without_a_word_in_the_config_the_checkpoint_tells_the_dtype(llama):
+    AutoModelForCausalLM.from_pretrained(llama, dtype=torch.bfloat16).save_pretrained(llama)
+    config = json.loads((llama / "config.json").read_text())
+    del config["dtype"]
+    (llama / "config.json").write_text(json.dumps(config))
+    assert load(llama).dtype == torch.bfloat16
+
+
 def test_tensors_without_a_place_are_warned_about(llama, caplog):
     path = llama / "model.safetensors"
     save_file(load_file(path) | {"some.extra.weight": torch.zeros(3)}, path, {"format": "pt"})
@@ -262,6 +281,27 @@ def test_a_changed_checkpoint_is_calibrated_again(llama, caplog):
     caplog.clear()
     load(llama)
     assert "is not used" not in caplog.text
+
+
+def test_a_config_that_was_changed_has_a_plan_of_its_own(llama, caplog):
+    relu = load(llama, hidden_act="relu")
+    assert {rule["kind"] for rule in relu.plan.rules.values()} == {"exact"}
+    caplog.clear()
+    assert {rule["kind"] for rule in load(llama).plan.rules.values()} == {"none"}
+    assert "Calibrating" in caplog.text
+
+
+def test_a_saved_placement_beyond_the_budget_is_solved_anew(llama, caplog):
+    tiers = (Tier("fast", budget=260_000, bandwidth=1e11), Tier("cpu"))
+    load(llama, tiers=tiers)
+    (path,) = llama.rglob("placements/*.safetensors")
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+        save_file({name: torch.zeros_like(file.get_tensor(name)) for name in file.keys()}, path, metadata)  # noqa: SIM118
+    caplog.clear()
+    model = load(llama, tiers=tiers)
+    assert "over its budget; solving anew" in caplog.text
+    assert model.placement_summary().tiers[0].nbytes <= 260_000
 
 
 def test_a_broken_plan_is_reported_by_field_and_replaced(llama, caplog):
@@ -346,6 +386,28 @@ def test_a_smaller_save_leaves_no_old_shards(llama, tmp_path):
     assert (tmp_path / "model.safetensors.index.json").exists()
     model.save_pretrained(tmp_path)
     assert [path.name for path in tmp_path.glob("model*")] == ["model.safetensors"]
+
+
+def test_saving_removes_nothing_but_shards_of_its_own(llama, tmp_path):
+    model = load(llama)
+    for name in ("model_adapter.safetensors", "model.other.safetensors"):
+        (tmp_path / name).write_bytes(b"kept")
+    model.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path, variant="fp16")
+    names = {path.name for path in tmp_path.glob("model*")}
+    assert names == {
+        "model.safetensors",
+        "model.fp16.safetensors",
+        "model_adapter.safetensors",
+        "model.other.safetensors",
+    }
+    assert torch.equal(logits(load(tmp_path, variant="fp16")), logits(model))
+
+
+def test_a_pickled_model_computes_the_same(llama):
+    model = load(llama, load_in_4bit=True)
+    again = pickle.loads(pickle.dumps(model))
+    assert type(again) is type(model) and torch.equal(logits(again), logits(model))
 
 
 def test_the_class_itself_cannot_be_made():

@@ -4,9 +4,10 @@ reference.
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from hf_sparse import SparseAutoModelForCausalLM, WeightOnlyQuantConfig
-from hf_sparse.modeling import FAMILIES, Tier
+from hf_sparse.modeling import FAMILIES, Placement, Tier, hybrid_blocks
 from tiny_models import CASES, plain_twin, prompt_ids, save_checkpoint
 
 QUICK = {"calibration_tokens": 64, "max_perplexity_increase": 0}
@@ -71,6 +72,19 @@ def test_two_tiers_equal_one_within_the_budget(checkpoint):
     assert 0.8 * budget < fast.nbytes <= budget and cpu.nbytes > 0
     same_logits(model, reference, tolerance=5e-6)
     same_text(model, reference)
+
+
+def test_attention_weights_of_two_tiers_equal_transformers(checkpoint):
+    directory, _ = checkpoint
+    whole = SparseAutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager", **QUICK)
+    reference = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
+    generator = torch.Generator().manual_seed(6)
+    assignment = {b.id: torch.randint(0, 2, (b.neurons,), generator=generator) for b in hybrid_blocks(whole)}
+    whole.place(Placement(two_tiers(), assignment))
+    ids = prompt_ids(2, 9)
+    with torch.no_grad():
+        got, expected = (one(ids, output_attentions=True).attentions for one in (whole, reference))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_saved_model_loads_again_as_it_was(checkpoint, tmp_path):

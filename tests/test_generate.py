@@ -1,5 +1,6 @@
 """generate() of a loaded model, beside transformers' own on the same weights."""
 
+import copy
 import threading
 
 import pytest
@@ -211,6 +212,22 @@ def test_moving_the_model_elsewhere_is_refused(model):
     assert model.to("cpu") is model
     with pytest.raises(ValueError, match="placed on cpu by its plan"):
         model.to("meta")
+
+
+def test_a_copy_computes_the_same(model):
+    ids = prompt_ids(2, 7)
+    expected = model.generate(ids, **GREEDY)
+    other = copy.deepcopy(model)
+    assert type(other) is type(model)
+    assert torch.equal(other.generate(ids, **GREEDY), expected)
+
+
+def test_sizes_count_the_neurons(pair):
+    model, reference = pair
+    assert model.num_parameters() == reference.num_parameters()
+    assert model.get_memory_footprint() == sum(tier.nbytes for tier in model.placement_summary().tiers)
+    with pytest.raises(ValueError, match="load_state_dict"):
+        model.load_state_dict(model.state_dict())
 
 
 def test_a_forward_pass_with_gradients_is_not_silently_wrong(model):
