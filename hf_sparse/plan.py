@@ -62,7 +62,7 @@ class BlockProfile:
     active_fraction: Tensor
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class PlacementPlan:
     """Everything calibrated for one checkpoint. Profile, rules and predictors do not depend on budgets or hardware.
 
@@ -78,6 +78,10 @@ class PlacementPlan:
     predictors: dict[BlockId, dict[str, Tensor]]
     calibration_report: dict[str, Any]
     library_version: str
+
+    def __repr__(self) -> str:
+        kinds = ", ".join(sorted({str(rule.get("kind")) for rule in self.rules.values()}))
+        return f"PlacementPlan({self.model_type}, {len(self.blocks)} blocks, rules: {kinds}, {self.calibration_report})"
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Writes both files aside and renames them, the tensors first. Raises PlanError for a plan that could not be

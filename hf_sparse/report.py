@@ -35,7 +35,7 @@ class PlacementSummary:
 
     def __rich__(self) -> Table:
         table = Table(
-            title=f"Placement ({format_bytes(self.resident_bytes)} of embeddings, norms and head on the first tier)"
+            title="Placement", caption=f"{self.resident_bytes:,} bytes on the first tier are embeddings, norms, head"
         )
         for heading in ("tier", "MLP neurons", "KV groups", "bytes", "budget"):
             table.add_column(heading, justify="left" if heading == "tier" else "right")
@@ -53,7 +53,7 @@ class PlacementSummary:
         console = Console(width=100, force_terminal=False, color_system=None)
         with console.capture() as capture:
             console.print(self)
-        return capture.get()
+        return capture.get().rstrip()
 
     __repr__ = __str__
 

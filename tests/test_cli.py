@@ -108,7 +108,8 @@ def test_plan_shows_rules_quality_placement_and_where_it_lies(model: Path) -> No
     result = succeed("plan", model, "--gpu-budget", "1GB")
     assert f"0 to {LAYERS - 1}" in result.stdout
     assert re.search(
-        r"Perplexity [\d.]+ dense, [\d.]+ with these rules \([+-][\d.]+%\), on \d+ held-out tokens", result.stdout
+        r"Perplexity [\d.]+ with every neuron, [\d.]+ with these rules \([+-][\d.]+%\), both of the stored weights",
+        result.stdout,
     )
     assert "MLP neurons" in result.stdout
     saved = result.stdout.splitlines()[-1].removeprefix("Saved in ")
