@@ -100,6 +100,7 @@ class SparseAutoModelForCausalLM:
         given = {key: kwargs.pop(key) for key in CALIBRATION_ARGUMENTS if key in kwargs}
         options = SparseConfig(gpu_budget=gpu_budget, tiers=None if tiers is None else tuple(tiers), **given)
         hub = {key: kwargs.pop(key) for key in HUB_ARGUMENTS if key in kwargs}
+        variant = hub.pop("variant", None)  # of the weights alone
         dtype = kwargs.pop("torch_dtype", None) if dtype is None else dtype
         for always_so in ALWAYS_SO:
             kwargs.pop(always_so, None)
@@ -115,7 +116,7 @@ class SparseAutoModelForCausalLM:
         quantization = _quantization(config, quantization_config, load_in_4bit)
         dtype_of_config = config.dtype
         model = skeleton(config, dtype, attn_implementation, trust_remote_code)
-        checkpoint = open_checkpoint(name, model=model, gguf_file=gguf_file, **hub)
+        checkpoint = open_checkpoint(name, model=model, gguf_file=gguf_file, variant=variant, **hub)
         if dtype in (None, "auto") and dtype_of_config is None:
             take_dtype_of(checkpoint, model)
         swap_blocks(model, _weight_format(quantization))
@@ -146,13 +147,12 @@ class SparseAutoModelForCausalLM:
                 if found is None:
                     tokenizer = _tokenizer(name, gguf_file, trust_remote_code, hub, checkpoint.directory)
                     found = calibrate(sparse, tokenizer, options, key)
-                    save_or_warn(found, directory)
-        sparse.plan_directory = directory
+                    sparse.plan_directory = directory if save_or_warn(found, directory) else None
         _place(sparse, found, options, directory)
         return (sparse, info) if output_loading_info else sparse
 
 
-# Step 1: config and options
+# Config and options
 
 
 def _check_device_map(device_map: Any) -> None:
@@ -184,11 +184,9 @@ def _config(name: str, gguf_file: str | None, trust_remote_code: bool | None, hu
         config, unused = AutoConfig.from_pretrained(
             source, return_unused_kwargs=True, trust_remote_code=trust_remote_code, **gguf, **hub, **kwargs
         )
-        unused = {
-            key: value for key, value in unused.items() if key in kwargs
-        }  # transformers may hand its own back too
+        unused = unused.keys() & kwargs.keys()  # transformers may hand its own back too
     else:
-        config, unused = copy.deepcopy(config), kwargs
+        config, unused = copy.deepcopy(config), kwargs.keys()
     if unused:
         ours = [p for p in inspect.signature(SparseAutoModelForCausalLM.from_pretrained).parameters if p != "kwargs"]
         raise TypeError(
@@ -289,6 +287,7 @@ def _find_plan(source: Path, model: SparseMixin, key: PlanKey, settings_matter: 
         logger.warning("The plan in %s is not used: %s", source, error)
         return None
     logger.info("Using the plan in %s", source)
+    model.plan_directory = source
     return plan
 
 

@@ -166,7 +166,8 @@ def plan(
         highlight=False,
         soft_wrap=True,
     )
-    stdout.print(f"Saved in {sparse.plan_directory}", highlight=False, soft_wrap=True)
+    where = "Not saved" if sparse.plan_directory is None else f"Saved in {sparse.plan_directory}"
+    stdout.print(where, highlight=False, soft_wrap=True)
 
 
 @app.command()

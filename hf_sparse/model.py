@@ -33,7 +33,16 @@ from .plan import PlacementPlan
 from .report import PlacementSummary, summarize_placement
 
 PLAN_FOLDER = "hf_sparse_plan"
-HUB_ARGUMENTS = ("repo_id", "commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")
+PUSH_ARGUMENTS = (
+    "repo_id",
+    "commit_message",
+    "commit_description",
+    "private",
+    "token",
+    "revision",
+    "create_pr",
+    "tags",
+)
 
 
 class SparseMixin(PreTrainedModel, GenerationMixin):
@@ -41,7 +50,7 @@ class SparseMixin(PreTrainedModel, GenerationMixin):
 
     plan: PlacementPlan
     placement: Placement
-    plan_directory: Path  # where the plan is kept, or would be if that could be written
+    plan_directory: Path | None  # where the plan is kept; None where it could not be written
 
     def use_plan(self, plan: PlacementPlan, device: torch.device) -> None:
         """Gives every MLP its rule and its predictor, which lies on `device`. `plan` must have passed `check_model`."""
@@ -144,7 +153,7 @@ class SparseMixin(PreTrainedModel, GenerationMixin):
         target = Path(save_directory)
         if target.is_file():
             raise NotADirectoryError(f"save_directory: expected a directory, {target} is a file")
-        hub = {name: kwargs.pop(name) for name in HUB_ARGUMENTS if name in kwargs}
+        hub = {name: kwargs.pop(name) for name in PUSH_ARGUMENTS if name in kwargs}
         target.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".saving-", dir=target) as aside:
             super().save_pretrained(aside, **kwargs)
