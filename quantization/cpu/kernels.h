@@ -10,11 +10,13 @@
 
 namespace hf_sparse {
 
-// Packed weights; quantization/codebooks.py describes the layout.
+// Weights as quantization/codebooks.py describes the layout. Three kinds: 4-bit codes (a table), 8-bit codes (no table),
+// bfloat16 numbers (no scales either).
 struct Matrix {
-    const uint8_t* codes;    // [rows, padded columns / 2], or int8 [rows, padded columns] where table is null
-    const uint16_t* scales;  // bfloat16 [rows, groups]
-    const int8_t* table;     // [16], the values of 4-bit codes; null: a code is its value
+    const uint8_t* codes;     // [rows, padded columns / 2]; int8 [rows, padded columns]; bfloat16 [rows, columns]
+    const uint16_t* scales;   // bfloat16 [rows, groups]; null: `codes` are numbers
+    const uint16_t* offsets;  // bfloat16 [rows, groups], added to every weight of the group; null: none
+    const int8_t* table;      // [16], the values of 4-bit codes; null: a code is its value
     int64_t rows;
     int64_t cols;
     int64_t group_size;  // 32, 64 or 128

@@ -71,6 +71,7 @@ bool dequantize(int level, uintptr_t codes, uintptr_t scales, uintptr_t table, i
                 int64_t group_size, uintptr_t index, int64_t count, uintptr_t out, bool bf16, int threads) {
     const Matrix matrix{pointer<const uint8_t>(codes),
                         pointer<const uint16_t>(scales),
+                        nullptr,
                         pointer<const int8_t>(table),
                         rows,
                         cols,
@@ -86,6 +87,7 @@ bool row_product(int level, uintptr_t codes, uintptr_t scales, uintptr_t table, 
                  uintptr_t out, int threads) {
     const Matrix matrix{pointer<const uint8_t>(codes),
                         pointer<const uint16_t>(scales),
+                        nullptr,
                         pointer<const int8_t>(table),
                         rows,
                         cols,
@@ -101,6 +103,7 @@ bool accumulate(int level, uintptr_t codes, uintptr_t scales, uintptr_t table, i
                 int threads) {
     const Matrix matrix{pointer<const uint8_t>(codes),
                         pointer<const uint16_t>(scales),
+                        nullptr,
                         pointer<const int8_t>(table),
                         rows,
                         cols,
