@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from typing import Any
 
 import torch  # before the extension: both then share the OpenMP pool that torch loads
 from torch import Tensor
@@ -59,31 +60,75 @@ def level() -> int | None:
     return _level_of(instruction_set())
 
 
-def _address(tensor: Tensor | None) -> int:
+_forked = False
+
+
+def _note_fork() -> None:
+    global _forked
+    _forked = True
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
+@functools.cache
+def _warn_of_fork() -> None:
+    logger.warning(
+        "This process was forked from one that had loaded hf_sparse: OpenMP's threads do not survive that, so the CPU "
+        "kernels use one thread here. Start workers with the spawn method to have all."
+    )
+
+
+def threads() -> int:
+    """How many threads the kernels use: torch's setting, which follows the CPUs that the process may use."""
+    if _forked:
+        _warn_of_fork()
+        return 1
+    return torch.get_num_threads()
+
+
+def address(tensor: Tensor | None) -> int:
+    """Of the first element; 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def quantize(level: int, weight: Tensor, book: Codebook, group_size: int, codes: Tensor, scales: Tensor) -> None:
-    """`reference.quantize` of a contiguous float32 CPU tensor, bit for bit, into `codes` and `scales`."""
+COMPUTE_CODES = {"fp32": 0, "bf16": 1, "int8": 2}
+
+
+def quantize(
+    level: int, weight: Tensor, book: Codebook, group_size: int, codes: Tensor, scales: Tensor, offsets: Tensor | None
+) -> None:
+    """`reference.quantize` of a contiguous float32 CPU tensor, bit for bit, into `codes`, `scales` and `offsets`."""
     rows, cols = weight.shape
-    thresholds, threads = _address(book.thresholds), torch.get_num_threads()
-    packed = (codes.data_ptr(), scales.data_ptr())
-    rule = (thresholds, book.divisor, book.signed_peak)
-    if not _kernels.quantize(level, weight.data_ptr(), rows, cols, group_size, *rule, *packed, threads):
-        raise ValueError("weight: NaN, infinite or beyond +-2**127")
+    rule = _kernels.Rule(address(book.thresholds), book.divisor, book.signed_peak, book.offset)
+    out = (codes.data_ptr(), scales.data_ptr(), address(offsets))
+    if not _kernels.quantize(level, weight.data_ptr(), rows, cols, group_size, rule, *out, threads()):
+        raise ValueError(f"weight: NaN, infinite or beyond +-{book.weight_limit:g}")
 
 
-class PackedRows:
-    """Packed CPU weights as the kernels take them. Holds addresses: the tensors behind them must live as long."""
+class NativeMatrix:
+    """Weights on the CPU as the kernels take them: packed, or bfloat16 numbers. Holds addresses: the tensors behind
+    them must live as long.
+    """
 
-    __slots__ = ("_arguments", "_rows")
+    __slots__ = ("handle", "rows")
 
-    def __init__(self, codes: Tensor, scales: Tensor, cols: int, book: Codebook, group_size: int) -> None:
-        self._rows = codes.shape[0]
-        self._arguments = (codes.data_ptr(), scales.data_ptr(), _address(book.table), self._rows, cols, group_size)
+    def __init__(
+        self,
+        codes: Tensor,
+        scales: Tensor | None,
+        offsets: Tensor | None,
+        table: Tensor | None,
+        rows: int,
+        cols: int,
+        group_size: int,
+    ) -> None:
+        self.rows = rows
+        addresses = (codes.data_ptr(), address(scales), address(offsets), address(table))
+        self.handle = _kernels.Matrix(*addresses, rows, cols, group_size)
 
-    def _rows_argument(self, index: Tensor | None) -> tuple[int, int]:
-        return (0, self._rows) if index is None else (index.data_ptr(), index.shape[0])
+    def _selection(self, index: Tensor | None) -> tuple[int, int]:
+        return (0, self.rows) if index is None else (index.data_ptr(), index.shape[0])
 
     # Each returns whether `index` (int64, contiguous; None for all rows) is strictly ascending and within the rows; if
     # not, `out` (contiguous) is left as it was.
@@ -91,21 +136,35 @@ class PackedRows:
     def dequantize(self, level: int, index: Tensor | None, out: Tensor) -> bool:
         """`out`: float32 or bfloat16 [rows, cols]."""
         is_bf16 = out.dtype == torch.bfloat16
-        threads = torch.get_num_threads()
-        return _kernels.dequantize(
-            level, *self._arguments, *self._rows_argument(index), out.data_ptr(), is_bf16, threads
-        )
+        return _kernels.dequantize(level, self.handle, *self._selection(index), out.data_ptr(), is_bf16, threads())
 
-    def row_product(self, level: int, x: Tensor, index: Tensor | None, integer: bool, out: Tensor) -> bool:
+    def row_product(self, level: int, x: Tensor, index: Tensor | None, compute_dtype: str, out: Tensor) -> bool:
         """`x`: float32 [n, cols], contiguous; `out`: float32 [n, rows]."""
-        threads = torch.get_num_threads()
-        rows = self._rows_argument(index)
+        compute = COMPUTE_CODES[compute_dtype]
         return _kernels.row_product(
-            level, *self._arguments, *rows, x.data_ptr(), x.shape[0], integer, out.data_ptr(), threads
+            level, self.handle, *self._selection(index), x.data_ptr(), x.shape[0], compute, out.data_ptr(), threads()
         )
 
-    def accumulate(self, level: int, a: Tensor, index: Tensor | None, out: Tensor) -> bool:
+    def accumulate(self, level: int, a: Tensor, index: Tensor | None, compute_dtype: str, out: Tensor) -> bool:
         """`a`: float32 [n, rows], contiguous; `out`: float32 [n, cols]."""
-        threads = torch.get_num_threads()
-        rows = self._rows_argument(index)
-        return _kernels.accumulate(level, *self._arguments, *rows, a.data_ptr(), a.shape[0], out.data_ptr(), threads)
+        compute = COMPUTE_CODES[compute_dtype]
+        return _kernels.accumulate(
+            level, self.handle, *self._selection(index), a.data_ptr(), a.shape[0], compute, out.data_ptr(), threads()
+        )
+
+
+def active_neurons(
+    level: int, fc1: NativeMatrix, fc2: NativeMatrix, bias: Tensor, x: Tensor, compute_dtype: str
+) -> Tensor:
+    """int64, ascending: rows of `fc2` whose score fc2 @ relu(fc1 @ x) + bias is above zero. All contiguous float32."""
+    predictor = _kernels.Predictor(fc1.handle, fc2.handle, bias.data_ptr())
+    index = torch.empty(fc2.rows, dtype=torch.int64)
+    count = _kernels.active_neurons(
+        level, predictor, x.data_ptr(), COMPUTE_CODES[compute_dtype], index.data_ptr(), threads()
+    )
+    return index[:count]
+
+
+def kernels() -> Any:
+    """The extension module, for modeling/engine.py, which builds the structures it decodes with."""
+    return _kernels

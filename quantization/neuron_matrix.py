@@ -5,11 +5,12 @@ of bytes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import native, reference
+from . import memory, native, reference
 from .codebooks import Codebook, check_group_size, code_bytes, codebook, group_count
 
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16)
@@ -40,11 +41,12 @@ class NeuronMatrix:
     """Weights [rows, cols]: a row is what an index selects. Immutable by convention.
 
     Packed (`weight_dtype` "nf4", "fp4", "int4", "int8"): `codes` uint8 [rows, padded cols / 2] or int8 [rows, padded
-    cols] and `scales` bfloat16 [rows, groups of `group_size` columns], as codebooks.py describes. Unpacked
+    cols], `scales` and, with "int4_asym", `offsets` bfloat16 [rows, groups of `group_size` columns], as codebooks.py
+    describes. Unpacked
     (`weight_dtype` None): `weight` float32, bfloat16 or float16 [rows, cols].
     """
 
-    __slots__ = ("codes", "cols", "group_size", "rows", "scales", "weight", "weight_dtype")
+    __slots__ = ("_native", "codes", "cols", "group_size", "offsets", "rows", "scales", "weight", "weight_dtype")
 
     def __init__(
         self,
@@ -55,6 +57,7 @@ class NeuronMatrix:
         *,
         codes: Tensor | None = None,
         scales: Tensor | None = None,
+        offsets: Tensor | None = None,
         weight: Tensor | None = None,
     ) -> None:
         """For tensors known to fit; `quantize` and `from_tensors` are the ways in for others."""
@@ -64,13 +67,20 @@ class NeuronMatrix:
         self.cols = cols
         self.codes = codes
         self.scales = scales
+        self.offsets = offsets
         self.weight = weight
+        self._native: native.NativeMatrix | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For copies, which have addresses of their own."""
+        return _rebuilt, (self.weight_dtype, self.group_size, self.rows, self.cols, self.tensors())
 
     @classmethod
     def quantize(cls, weight: Tensor, weight_dtype: str | None, group_size: int = 64) -> NeuronMatrix:
         """Packs `weight` [rows, cols], float32, bfloat16 or float16, with any strides, a few rows at a time.
 
-        Raises ValueError for another shape or dtype and for a weight that is NaN, infinite or (packed) beyond +-2**127.
+        Raises ValueError for another shape or dtype and for a weight that is NaN, infinite or (packed) beyond +-2**127 (2**126 for
+        int4_asym).
         """
         check_group_size(group_size)
         if weight.dim() != 2 or weight.shape[1] == 0 or weight.dtype not in _FLOATING:
@@ -84,19 +94,24 @@ class NeuronMatrix:
             for start, stop in row_chunks(rows, cols):
                 if not bool(weight[start:stop].isfinite().all()):
                     raise ValueError("weight: NaN or infinite")
-            return cls(None, group_size, rows, cols, weight=weight.contiguous())
+            return cls(None, group_size, rows, cols, weight=memory.settled(weight))
         book = codebook(weight_dtype)
         level = native.level() if weight.device.type == "cpu" else None
         code_dtype = torch.int8 if book.table is None else torch.uint8
-        codes = torch.empty(rows, code_bytes(cols, book, group_size), dtype=code_dtype, device=weight.device)
-        scales = torch.empty(rows, group_count(cols, group_size), dtype=torch.bfloat16, device=weight.device)
+        codes = memory.empty((rows, code_bytes(cols, book, group_size)), code_dtype, weight.device)
+        of_groups = (rows, group_count(cols, group_size))
+        scales = memory.empty(of_groups, torch.bfloat16, weight.device)
+        offsets = memory.empty(of_groups, torch.bfloat16, weight.device) if book.offset else None
         for start, stop in row_chunks(rows, cols):
             chunk = weight[start:stop].to(torch.float32).contiguous()
             if level is None:
-                codes[start:stop], scales[start:stop] = reference.quantize(chunk, book, group_size)
+                codes[start:stop], scales[start:stop], part = reference.quantize(chunk, book, group_size)
+                if offsets is not None and part is not None:
+                    offsets[start:stop] = part
             else:
-                native.quantize(level, chunk, book, group_size, codes[start:stop], scales[start:stop])
-        return cls(weight_dtype, group_size, rows, cols, codes=codes, scales=scales)
+                part = None if offsets is None else offsets[start:stop]
+                native.quantize(level, chunk, book, group_size, codes[start:stop], scales[start:stop], part)
+        return cls(weight_dtype, group_size, rows, cols, codes=codes, scales=scales, offsets=offsets)
 
     @classmethod
     def from_tensors(
@@ -114,10 +129,9 @@ class NeuronMatrix:
         else:
             book = codebook(weight_dtype)
             code_dtype = torch.int8 if book.table is None else torch.uint8
-            expected = {
-                "codes": ((code_dtype,), (rows, code_bytes(cols, book, group_size))),
-                "scales": ((torch.bfloat16,), (rows, group_count(cols, group_size))),
-            }
+            expected = {"codes": ((code_dtype,), (rows, code_bytes(cols, book, group_size)))}
+            for name in ("scales", "offsets") if book.offset else ("scales",):
+                expected[name] = ((torch.bfloat16,), (rows, group_count(cols, group_size)))
         if tensors.keys() != expected.keys():
             raise ValueError(
                 f"tensors: expected {sorted(expected)} for weight_dtype {weight_dtype!r}, got {sorted(tensors)}"
@@ -131,12 +145,12 @@ class NeuronMatrix:
                 raise ValueError(f"{name}: expected {wanted} {list(shape)}, got {tensor.dtype} {list(tensor.shape)}")
             if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
                 raise ValueError(f"{name}: holds NaN or infinite numbers")
-        held = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+        held = {name: memory.settled(tensor.detach()) for name, tensor in tensors.items()}
         return cls(weight_dtype, group_size, rows, cols, **held)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What is stored, by name and without a copy: "codes" and "scales", or "weight"."""
-        named = {"codes": self.codes, "scales": self.scales, "weight": self.weight}
+        """What is stored, by name and without a copy: "codes", "scales" and, with "int4_asym", "offsets"; or "weight"."""
+        named = {"codes": self.codes, "scales": self.scales, "offsets": self.offsets, "weight": self.weight}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def packed(self) -> tuple[Tensor, Tensor, Codebook]:
@@ -144,6 +158,21 @@ class NeuronMatrix:
         if self.codes is None or self.scales is None or self.weight_dtype is None:
             raise ValueError("this matrix is not packed: weight_dtype is None")
         return self.codes, self.scales, codebook(self.weight_dtype)
+
+    def native(self) -> native.NativeMatrix | None:
+        """For the kernels of `cpu/`; None where there are none, or they do not take it: another device, or float32 or
+        float16 numbers.
+        """
+        if native.level() is None:
+            return None
+        if self._native is None and self.device.type == "cpu" and self.dtype in (None, torch.bfloat16):
+            table = None if self.weight_dtype is None else codebook(self.weight_dtype).table
+            codes = self.codes if self.weight is None else self.weight
+            assert codes is not None
+            self._native = native.NativeMatrix(
+                codes, self.scales, self.offsets, table, self.rows, self.cols, self.group_size
+            )
+        return self._native
 
     def _with(self, rows: int, tensors: Mapping[str, Tensor]) -> NeuronMatrix:
         return NeuronMatrix(self.weight_dtype, self.group_size, rows, self.cols, **tensors)
@@ -157,7 +186,7 @@ class NeuronMatrix:
         if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < self.rows:
             raise ValueError(f"index: expected rows of 0..{self.rows - 1}, got {int(index.min())}..{int(index.max())}")
         index = index.to(self.device)
-        return self._with(len(index), {name: tensor[index] for name, tensor in self.tensors().items()})
+        return self._with(len(index), {name: memory.settled(tensor[index]) for name, tensor in self.tensors().items()})
 
     def narrow(self, start: int, length: int) -> NeuronMatrix:
         """Rows start .. start + length - 1 as a view. Raises ValueError where they are not all there."""
@@ -189,7 +218,7 @@ class NeuronMatrix:
         if not torch.equal(torch.cat(indices).sort().values, torch.arange(rows, device="cpu")):
             raise ValueError(f"parts: their indices must cover each of 0..{rows - 1} exactly once")
         merged = {
-            name: torch.empty(rows, tensor.shape[1], dtype=tensor.dtype, device="cpu")
+            name: memory.empty((rows, tensor.shape[1]), tensor.dtype, torch.device("cpu"))
             for name, tensor in first.tensors().items()
         }
         for index, (_, matrix) in zip(indices, parts, strict=True):
@@ -209,12 +238,11 @@ class NeuronMatrix:
             raise ValueError(
                 f"index: expected int64 [n] on {self.device}, got {index.dtype} {list(index.shape)} on {index.device}"
             )
-        if self.weight_dtype is None or self.device.type != "cpu" or (level := native.level()) is None:
+        level, packed = native.level(), None if self.weight_dtype is None else self.native()
+        if level is None or packed is None:
             return self._dequantize_in_torch(dtype, index)
-        codes, scales, book = self.packed()
         stored = dtype if dtype == torch.bfloat16 else torch.float32
         out = torch.empty(self.rows if index is None else len(index), self.cols, dtype=stored, device="cpu")
-        packed = native.PackedRows(codes, scales, self.cols, book, self.group_size)
         if not packed.dequantize(level, None if index is None else index.contiguous(), out):
             raise ValueError(index_fault(index, self.rows))
         return out.to(dtype)
@@ -228,8 +256,9 @@ class NeuronMatrix:
         codes, scales, book = chosen.packed()
         out = torch.empty(chosen.rows, self.cols, dtype=dtype, device=self.device)
         for start, stop in row_chunks(chosen.rows, self.cols):
-            part = reference.dequantize(codes[start:stop], scales[start:stop], self.cols, book, self.group_size)
-            out[start:stop] = part
+            offsets = None if chosen.offsets is None else chosen.offsets[start:stop]
+            form = (self.cols, book, self.group_size)
+            out[start:stop] = reference.dequantize(codes[start:stop], scales[start:stop], offsets, *form)
         return out
 
     def to(self, device: torch.device | str) -> NeuronMatrix:
@@ -257,8 +286,15 @@ class NeuronMatrix:
         if weight_dtype is None:
             return cols * dtype.itemsize
         check_group_size(group_size)
-        return code_bytes(cols, codebook(weight_dtype), group_size) + 2 * group_count(cols, group_size)
+        book = codebook(weight_dtype)
+        return code_bytes(cols, book, group_size) + (4 if book.offset else 2) * group_count(cols, group_size)
 
     def __repr__(self) -> str:
         form = self.dtype if self.weight_dtype is None else f"{self.weight_dtype}, groups of {self.group_size}"
         return f"NeuronMatrix([{self.rows}, {self.cols}], {form}, {self.device})"
+
+
+def _rebuilt(
+    weight_dtype: str | None, group_size: int, rows: int, cols: int, tensors: Mapping[str, Tensor]
+) -> NeuronMatrix:
+    return NeuronMatrix(weight_dtype, group_size, rows, cols, **tensors)

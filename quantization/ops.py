@@ -3,8 +3,7 @@ product.
 
 Both multiply by the weights that `NeuronMatrix.dequantize` gives and sum in float32; they agree with reference.py up to
 the order of that sum and, where many bf16 activations go through torch's bf16 matrix product, up to its rounding of
-weights and result. A kernel's output for one activation row depends, to the last bit, neither on the number of threads
-nor on the other rows.
+weights and result. A result depends on the number of threads only in the order in which a sum over rows is formed.
 """
 
 from __future__ import annotations
@@ -29,18 +28,19 @@ def gathered_row_product(
     """y[i, j] = <x[i], W[index[j]]>: `x` [n, cols] floating -> float32 [n, len(index)].
 
     `index`: int32 or int64, strictly ascending rows of `matrix`; None for all rows. `compute_dtype`: "fp32" takes x as
-    it is; "bf16" rounds it to bfloat16; "int8" rounds each group of `matrix.group_size` columns of a row to 255 steps
-    of its absmax / 127 and multiplies integers (a row that holds NaN or infinity becomes NaN). An unpacked matrix
-    multiplies in its own dtype, whatever `compute_dtype`. Where x requires a gradient, x is not rounded.
+    it is; "bf16" rounds it to bfloat16; "int8" rounds each group of `matrix.group_size` columns of a row to whole
+    multiples of its absmax / 32512, held in two signed bytes, and multiplies integers (a row that holds NaN or infinity
+    becomes NaN). An unpacked matrix takes x as it is, or multiplies in its own dtype. Where x requires a gradient, x is
+    not rounded.
 
     Raises ValueError for another shape, dtype, device or index.
     """
     index = _checked(matrix, x, "x", matrix.cols, index, compute_dtype)
     count = matrix.rows if index is None else len(index)
-    if (level := _kernel_level(matrix, x, compute_dtype)) is not None:
+    level, packed = native.level(), _native(matrix, x, compute_dtype)
+    if level is not None and packed is not None:
         out = torch.empty(x.shape[0], count, dtype=torch.float32, device="cpu")
-        integer = compute_dtype == "int8"
-        if not _packed_rows(matrix).row_product(level, _as_float32(x, compute_dtype), index, integer, out):
+        if not packed.row_product(level, x.to(torch.float32).contiguous(), index, compute_dtype, out):
             raise ValueError(index_fault(index, matrix.rows))
         return out
     if fault := index_fault(index, matrix.rows):
@@ -64,15 +64,17 @@ def gathered_accumulate(
     """y[i] = sum_j a[i, j] * W[index[j]]: `a` [n, len(index)] floating -> float32 [n, cols].
 
     `index` and `compute_dtype` as for `gathered_row_product`, but that an activation is one scalar here: "int8" takes
-    it as it is.
+    it as it is, or rounds activation x scale to 16 bits, relative to the largest of 64 rows.
 
     Raises ValueError for another shape, dtype, device or index.
     """
     index = _checked(matrix, a, "a", matrix.rows if index is None else index.numel(), index, compute_dtype)
     rounding = "bf16" if compute_dtype == "bf16" else "fp32"
-    if (level := _kernel_level(matrix, a, rounding)) is not None:
+    level, packed = native.level(), _native(matrix, a, rounding)
+    if level is not None and packed is not None:
         out = torch.empty(a.shape[0], matrix.cols, dtype=torch.float32, device="cpu")
-        if not _packed_rows(matrix).accumulate(level, _as_float32(a, rounding), index, out):
+        factors = (a.to(torch.bfloat16) if rounding == "bf16" else a).to(torch.float32).contiguous()
+        if not packed.accumulate(level, factors, index, compute_dtype, out):
             raise ValueError(index_fault(index, matrix.rows))
         return out
     if fault := index_fault(index, matrix.rows):
@@ -110,27 +112,9 @@ def _wants_gradient(x: Tensor) -> bool:
     return x.requires_grad and torch.is_grad_enabled()
 
 
-def _kernel_level(matrix: NeuronMatrix, x: Tensor, compute_dtype: str) -> int | None:
-    """The instruction set to run the native kernel with; None where another road is taken. The kernel checks the index
-    itself.
-    """
-    few = (
-        x.device.type == "cpu"
-        and matrix.weight is None
-        and x.shape[0] <= _FEW[compute_dtype]
-        and not _wants_gradient(x)
-    )
-    return native.level() if few else None
-
-
-def _packed_rows(matrix: NeuronMatrix) -> native.PackedRows:
-    codes, scales, book = matrix.packed()
-    return native.PackedRows(codes, scales, matrix.cols, book, matrix.group_size)
-
-
-def _as_float32(x: Tensor, compute_dtype: str) -> Tensor:
-    """Contiguous, and rounded where `compute_dtype` is bf16."""
-    return (x.to(torch.bfloat16) if compute_dtype == "bf16" else x).to(torch.float32).contiguous()
+def _native(matrix: NeuronMatrix, x: Tensor, compute_dtype: str) -> native.NativeMatrix | None:
+    """The matrix for the native kernels; None where another road is taken. They check the index themselves."""
+    return matrix.native() if x.shape[0] <= _FEW[compute_dtype] and not _wants_gradient(x) else None
 
 
 def _product_dtype(compute_dtype: str) -> torch.dtype:

@@ -1,4 +1,4 @@
-// AVX2 with FMA: 8 floats a register.
+// AVX2 with FMA: 8 floats a register. With AVX-VNNI (__AVXVNNI__) 32 products of bytes an instruction.
 #pragma once
 
 #include <immintrin.h>
@@ -15,14 +15,24 @@ struct Isa {
     static Vec zero() { return _mm256_setzero_ps(); }
     static Vec set1(float value) { return _mm256_set1_ps(value); }
     static Vec load(const float* from) { return _mm256_loadu_ps(from); }
+    static Vec load(const uint16_t* bf16) {
+        const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bf16));
+        return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+    }
+    static Vec load(const int8_t* bytes) {
+        return _mm256_cvtepi32_ps(
+            _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes))));
+    }
     static void store(float* to, Vec value) { _mm256_storeu_ps(to, value); }
     static Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
+    static Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
     static Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
     static float sum(Vec value) {
         const __m128 four = _mm_add_ps(_mm256_castps256_ps128(value), _mm256_extractf128_ps(value, 1));
         const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
         return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
     }
+    static void pause() { _mm_pause(); }
 
     // The values of 4-bit codes, in both halves of a register.
     struct Table {
@@ -33,15 +43,15 @@ struct Isa {
     };
 
     // The signed bytes of 32 columns, in order.
-    template <bool four_bit>
+    template <Kind kind>
     static __m256i bytes_of(const uint8_t* codes, const Table& table) {
-        if constexpr (!four_bit) return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes));
+        if constexpr (kind == eight_bit) return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes));
         const __m128i packed = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
         const __m256i nibbles = _mm256_srlv_epi64(_mm256_broadcastsi128_si256(packed), _mm256_set_epi64x(4, 4, 0, 0));
         return _mm256_shuffle_epi8(table.values, _mm256_and_si256(nibbles, _mm256_set1_epi8(15)));
     }
 
-    template <bool four_bit>
+    template <Kind kind>
     struct Decoder {
         Table table{nullptr};
         __m256 factors = _mm256_setzero_ps();
@@ -50,7 +60,7 @@ struct Isa {
         explicit Decoder(const int8_t* values) : table(values) {}
         void scale(float factor) { factors = _mm256_set1_ps(factor); }
         void decode(const uint8_t* codes, Vec* out) const {
-            const __m256i bytes = bytes_of<four_bit>(codes, table);
+            const __m256i bytes = bytes_of<kind>(codes, table);
             const __m128i low = _mm256_castsi256_si128(bytes), high = _mm256_extracti128_si256(bytes, 1);
             const __m128i eights[] = {low, _mm_srli_si128(low, 8), high, _mm_srli_si128(high, 8)};
             for (int k = 0; k < vecs; k++) {
@@ -59,33 +69,75 @@ struct Isa {
         }
     };
 
-    static constexpr int corrections = 0;
-
-    template <bool four_bit, int group_size>
+    template <Kind kind, int group_size>
     struct IntegerGroup {
         __m256i weights[group_size / 32];
 
         void load(const uint8_t* codes, const Table& table) {
+            for (int i = 0; i < group_size / 32; i++)
+                weights[i] = bytes_of<kind>(codes + i * (kind == four_bit ? 16 : 32), table);
+        }
+
+#ifdef __AVXVNNI__
+        // Unsigned times signed bytes: weights are taken plus 128, products with 128 subtracted as exact integers.
+        static void prepare(const int16_t* numbers, int8_t* x, int32_t* corrections) {
+            __m256i sums = _mm256_setzero_si256();
+            const __m256i all_128 = _mm256_set1_epi8(-128);
             for (int i = 0; i < group_size / 32; i++) {
-                weights[i] = bytes_of<four_bit>(codes + i * (four_bit ? 16 : 32), table);
+                for (int c = 0; c < 32; c++) {
+                    const int number = numbers[32 * i + c], high = (number + 128) >> 8;
+                    x[64 * i + c] = static_cast<int8_t>(number - high * 256);
+                    x[64 * i + 32 + c] = static_cast<int8_t>(high);
+                }
+                const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + 64 * i));
+                const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + 64 * i + 32));
+                const __m256i highs = _mm256_dpbusd_avx_epi32(_mm256_setzero_si256(), all_128, high);
+                sums = _mm256_dpbusd_avx_epi32(_mm256_add_epi32(sums, _mm256_slli_epi32(highs, 8)), all_128, low);
+            }
+            const __m256i negative = _mm256_sub_epi32(_mm256_setzero_si256(), sums);
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(corrections), negative);
+        }
+
+        Vec dot(const int8_t* x, const int32_t* corrections) const {
+            __m256i lows = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(corrections));
+            __m256i highs = _mm256_setzero_si256();
+            for (int i = 0; i < group_size / 32; i++) {
+                const __m256i bytes = _mm256_xor_si256(weights[i], _mm256_set1_epi8(-128));
+                const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + 64 * i));
+                const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + 64 * i + 32));
+                lows = _mm256_dpbusd_avx_epi32(lows, bytes, low);
+                highs = _mm256_dpbusd_avx_epi32(highs, bytes, high);
+            }
+            return _mm256_cvtepi32_ps(_mm256_add_epi32(lows, _mm256_slli_epi32(highs, 8)));
+        }
+#else
+        static void prepare(const int16_t* numbers, int8_t* x, int32_t*) {
+            for (int i = 0; i < group_size / 16; i++) {
+                const __m256i some = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(numbers + 16 * i));
+                _mm256_storeu_si256(reinterpret_cast<__m256i*>(x + 32 * i), some);
             }
         }
 
-        static void prepare(int8_t*, int32_t*) {}
-
-        // |weight| * (x with the weight's sign): unsigned times signed, as the instruction wants it. No value is beyond
-        // 127, so that two products fit 16 bits.
         Vec dot(const int8_t* x, const int32_t*) const {
             __m256i sums = _mm256_setzero_si256();
             for (int i = 0; i < group_size / 32; i++) {
-                const __m256i activations = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + 32 * i));
-                const __m256i pairs =
-                    _mm256_maddubs_epi16(_mm256_abs_epi8(weights[i]), _mm256_sign_epi8(activations, weights[i]));
-                sums = _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+                const __m128i halves[] = {_mm256_castsi256_si128(weights[i]), _mm256_extracti128_si256(weights[i], 1)};
+                for (int k = 0; k < 2; k++) {
+                    const __m256i numbers = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + 64 * i + 32 * k));
+                    sums = _mm256_add_epi32(sums, _mm256_madd_epi16(_mm256_cvtepi8_epi16(halves[k]), numbers));
+                }
             }
             return _mm256_cvtepi32_ps(sums);
         }
+#endif
     };
+
+#ifdef __AVXVNNI__
+    static constexpr int corrections = 8;
+#else
+    static constexpr int corrections = 0;
+#endif
+    static constexpr bool sums_rows = false;
 };
 
 }  // namespace

@@ -5,6 +5,6 @@
 
 namespace hf_sparse {
 
-const Kernels avx512_kernels = {quantize, dequantize, row_product, accumulate};
+const Kernels avx512_kernels = {quantize, dequantize, row_product, accumulate, active_neurons, decode_bytes, decode};
 
 }  // namespace hf_sparse

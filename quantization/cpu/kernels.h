@@ -22,6 +22,8 @@ struct Matrix {
     int64_t group_size;  // 32, 64 or 128
 };
 
+enum Kind { four_bit, eight_bit, numbers };
+
 // Rows of a matrix: index[0..count), or 0..count-1 where index is null.
 struct Selection {
     const int64_t* index;
@@ -33,24 +35,115 @@ struct Rule {
     const float* thresholds;  // [15], ascending; null: round to a signed byte
     float divisor;
     bool signed_peak;
+    bool offset;  // codes count up from the group's smallest weight, which goes to `offsets`
+};
+
+// What activations are rounded to before a row product; see quantization/ops.py.
+enum Compute : int { fp32, bf16, int8 };
+
+// What follows describes decoder layers for the decoding of one token, see decode.h. A null `codes` or `weight`: the
+// part is absent.
+
+struct Linear {
+    Matrix matrix;
+    const float* bias;
+};
+
+enum Activation : int { silu, gelu, gelu_tanh, relu, relu_squared };
+
+struct Predictor {
+    Matrix fc1, fc2;
+    const float* bias;
+};
+
+struct Mlp {
+    Linear gate, up, down;  // `down` by neuron: [neurons, hidden]
+    Predictor predictor;
+    Activation activation;
+    Compute compute;
+    bool rule;        // leave out neurons by their activated gate, and by the predictor where there is one
+    float threshold;  // of |activated gate|; 0: leave out exact zeros
+};
+
+struct Attention {
+    Linear q, k, v, o;     // `o` by neuron: [heads * head_dim, hidden]
+    const float* q_norm;   // RMSNorm of every head [head_dim], or of all heads together [heads * head_dim]
+    const float* k_norm;
+    bool norms_all_heads;
+    float norm_epsilon;
+    int64_t heads, kv_heads, head_dim, rotary_dim;
+    int rotation;  // which of the call's tables of cosines and sines; -1: no rotation
+    float scaling;
+    float softcap;   // 0: none
+    int64_t window;  // tokens that a token sees, itself included; 0: all
+    Compute compute;
+};
+
+struct Layer {
+    const float* norms[4];  // RMSNorm weights: before attention, after it, before the MLP, after it
+    float epsilon;
+    Attention attention;
+    Mlp mlp;
+};
+
+struct Head {
+    const float* norm;
+    float epsilon;
+    Linear linear;
+    float softcap;
+    Compute compute;
+};
+
+// Keys and values of a layer in pages of `page_tokens`, [kv_heads, page_tokens, head_dim]; see modeling/paged_cache.py.
+struct CacheTable {
+    const int64_t* pages;  // [pages, 4]: addresses of keys, values and, for int8, of their scales [kv_heads, page_tokens]
+    int code;              // 0 float, 1 bfloat16, 2 int8
+};
+
+constexpr int64_t page_tokens = 256;
+
+// One token through layers, or through parts of one.
+struct Step {
+    const Layer* const* layers;
+    int64_t layer_count;
+    const Head* head;         // null: none
+    bool whole_layers;        // false: the one layer's attention or MLP alone, without norms and residuals
+    const float* input;       // [hidden]
+    float* output;            // [hidden]; null where there is a head
+    float* logits;            // [rows of the head]
+    int64_t hidden;
+    int64_t position;         // tokens in the cache before this one
+    const float* cos[2];      // [rotary_dim / 2 or more] of this position
+    const float* sin[2];
+    const CacheTable* caches;  // one per layer
+    bool rules;
+    int64_t* computed;  // [layers]: neurons of the MLP that were computed; null: not asked for
+    int threads;
 };
 
 struct Kernels {
-    // weight [rows, cols] -> codes and scales. False where a weight is NaN, infinite or beyond +-2^127.
+    // weight [rows, cols] -> codes, scales and, where the rule has them, offsets. False where a weight is NaN, infinite
+    // or beyond +-2^127.
     bool (*quantize)(const float* weight, int64_t rows, int64_t cols, int64_t group_size, const Rule& rule,
-                     uint8_t* codes, uint16_t* scales, int threads);
+                     uint8_t* codes, uint16_t* scales, uint16_t* offsets, int threads);
     // -> out [selection.count, cols], float or bfloat16.
     void (*dequantize)(const Matrix& matrix, const Selection& selection, void* out, bool bf16, int threads);
-    // x [n, cols] -> out [n, selection.count]. `integer`: x is rounded to int8 by group and multiplied in integers.
-    void (*row_product)(const Matrix& matrix, const Selection& selection, const float* x, int64_t n, bool integer,
+    // x [n, cols] -> out [n, selection.count].
+    void (*row_product)(const Matrix& matrix, const Selection& selection, const float* x, int64_t n, Compute compute,
                         float* out, int threads);
     // a [n, selection.count] -> out [n, cols].
-    void (*accumulate)(const Matrix& matrix, const Selection& selection, const float* a, int64_t n, float* out,
-                       int threads);
+    void (*accumulate)(const Matrix& matrix, const Selection& selection, const float* a, int64_t n, Compute compute,
+                       float* out, int threads);
+    // Neurons whose score fc2 . relu(fc1 . x) + bias is above zero (or NaN) -> index, ascending. Returns how many.
+    int64_t (*active_neurons)(const Predictor& predictor, const float* x, Compute compute, int64_t* index, int threads);
+    // Bytes that decode() works in, and the step itself.
+    int64_t (*decode_bytes)(const Step& step);
+    void (*decode)(const Step& step, char* memory);
 };
 
 extern const Kernels portable_kernels;
 extern const Kernels avx2_kernels;
+extern const Kernels avx_vnni_kernels;
 extern const Kernels avx512_kernels;
 
 // 64-byte aligned memory. Throws std::bad_alloc.

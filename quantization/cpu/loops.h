@@ -1,12 +1,14 @@
 // The loops of every operator (in the files included at the end), written once over the vector operations of `Isa`,
 // which the including unit defines first:
 //
-//   Vec, width                        a register of `width` floats; 32 columns are vecs = 32 / width registers   zero
-// set1 load store add fma sum  the usual; load and store need no alignment   Decoder<four_bit>
-// scale(s), then decode(codes of 32 columns, Vec[vecs]): value * s   IntegerGroup<four_bit, group>     load(codes of a
-// group, Table), then dot(x int8, corrections): sums of products, as float lanes.
-// prepare(x, corrections) once before: brings the int8 activations of a group into the order
-// in which the weights are held, and fills `corrections` numbers that dot() adds
+//   Vec, width                       a register of `width` floats; 32 columns are vecs = 32 / width registers
+//   zero set1 store add mul fma sum  the usual; load takes floats, bfloat16 or signed bytes; none needs alignment
+//   Decoder<kind>                    scale(s), then decode(codes of 32 columns, Vec[vecs]): value * s
+//   IntegerGroup<kind, group>        prepare(numbers of -32512..32512, x, corrections) brings the activations of a
+//                                    group into the order in which the weights are held, two bytes a column, and fills
+//                                    `corrections` numbers that dot() adds; load(codes of a group, Table), then
+//                                    dot(x, corrections): sums of products, as float lanes
+//   sums_rows                        whether add_8_rows and add_sums are there, see accumulate.h
 //
 // All of it has internal linkage: the same template compiled for another instruction set is another function. For that
 // reason too nothing of the standard library that is inline may be called here.
@@ -29,8 +31,10 @@ constexpr int vecs = Isa::vecs;
 constexpr int64_t block = 32;                    // columns decoded at a time
 constexpr int64_t tile = 1024;                   // columns of unpacked rows that stay in the first-level cache
 constexpr int64_t weights_per_thread = 1 << 14;  // less is not worth another thread
+constexpr int64_t bytes_ahead = 4096;            // of a matrix that are being fetched while others are multiplied
 constexpr float smallest_scale = 0x1p-126f;
-constexpr uint32_t limit_bits = 0x7f000000;  // 2^127
+constexpr uint32_t limit_bits = 0x7f000000;              // 2^127
+constexpr uint32_t limit_bits_with_offset = 0x7e800000;  // 2^126
 
 inline int thread_number() {
 #ifdef _OPENMP
@@ -40,7 +44,19 @@ inline int thread_number() {
 #endif
 }
 
+inline int team_size() {
+#ifdef _OPENMP
+    return omp_get_num_threads();
+#else
+    return 1;
+#endif
+}
+
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+inline int64_t rounded_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
 inline int64_t groups_of(int64_t cols, int64_t group_size) { return (cols + group_size - 1) / group_size; }
 
@@ -68,11 +84,16 @@ inline uint16_t to_bf16(float value) {
     return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-// Nearest whole number of -127..127, half to even: adding 1.5 * 2^23 leaves no fraction.
-inline float to_signed_byte(float value) {
-    value = value > 127.0f ? 127.0f : value;
-    value = value > -127.0f ? value : -127.0f;  // NaN goes here too, for it has no whole number
+// Nearest whole number of -limit..limit, half to even: adding 1.5 * 2^23 leaves no fraction.
+inline float to_whole(float value, float limit) {
+    value = value > limit ? limit : value;
+    value = value > -limit ? value : -limit;  // NaN goes here too, for it has no whole number
     return (value + 12582912.0f) - 12582912.0f;
+}
+
+inline float round_to_bf16(float value) {
+    const uint32_t magnitude = bits_of(value) & 0x7fffffff;
+    return magnitude < 0x7f800000 ? from_bf16(to_bf16(value)) : value;
 }
 
 inline uint32_t largest_magnitude_bits(const float* values, int64_t count) {
@@ -83,6 +104,11 @@ inline uint32_t largest_magnitude_bits(const float* values, int64_t count) {
     }
     return largest;
 }
+
+template <int value_>
+struct Size {
+    static constexpr int value = value_;
+};
 
 template <typename T>
 struct Buffer {
@@ -98,44 +124,61 @@ inline int64_t row_at(const Selection& selection, int64_t position) {
 }
 
 // One row of packed weights.
-template <bool four_bit>
+template <Kind kind>
 struct Row {
     const uint8_t* codes;
     const uint16_t* scales;
+    const uint16_t* offsets;
     Row(const Matrix& matrix, int64_t row) {
         const int64_t groups = groups_of(matrix.cols, matrix.group_size);
         codes = matrix.codes + row * columns_to_bytes(groups * matrix.group_size);
         scales = matrix.scales + row * groups;
+        offsets = matrix.offsets ? matrix.offsets + row * groups : nullptr;
     }
-    static int64_t columns_to_bytes(int64_t columns) { return four_bit ? columns / 2 : columns; }
+    static int64_t columns_to_bytes(int64_t columns) { return kind == four_bit ? columns / 2 : columns; }
 };
 
-// `count` consecutive rows of a selection, and the codes of as many after them (the last again at the end), which are
-// fetched into the cache meanwhile: a row is short, so the processor's own prefetcher sees its end too late, and where
-// the next one starts not at all.
-template <bool four_bit, int count>
+// How many rows ahead of the one being multiplied are fetched: a row is short, so the processor's own prefetcher sees
+// its end too late, and where the next one starts not at all.
+template <Kind kind>
+inline int64_t rows_ahead(const Matrix& matrix) {
+    const int64_t padded = groups_of(matrix.cols, matrix.group_size) * matrix.group_size;
+    return 1 + bytes_ahead / Row<kind>::columns_to_bytes(padded);
+}
+
+inline void prefetch(const void* from) { __builtin_prefetch(from, 0, 2); }  // to the second-level cache
+
+// `count` consecutive rows of a selection, and the codes of those that are fetched meanwhile.
+template <Kind kind, int count>
 struct Rows {
     const uint8_t* codes[count];
     const uint16_t* scales[count];
     const uint8_t* next[count];
-    Rows(const Matrix& matrix, const Selection& selection, int64_t first) {
+    Rows(const Matrix& matrix, const Selection& selection, int64_t first, int64_t last, int64_t ahead) {
         for (int r = 0; r < count; r++) {
-            const Row<four_bit> row(matrix, row_at(selection, first + r));
+            const Row<kind> row(matrix, row_at(selection, first + r));
             codes[r] = row.codes;
             scales[r] = row.scales;
-            next[r] = Row<four_bit>(matrix, row_at(selection, smaller(first + count + r, selection.count - 1))).codes;
+            const Row<kind> later(matrix, row_at(selection, smaller(first + r + ahead, last - 1)));
+            next[r] = later.codes;
+            for (int64_t group = 0; group < groups_of(matrix.cols, matrix.group_size); group += 32)
+                prefetch(later.scales + group);
         }
     }
 };
 
 // Columns [start, stop), whole groups, of one row as floats.
-template <bool four_bit>
-inline void decode_columns(const Row<four_bit>& row, Isa::Decoder<four_bit>& decoder, int64_t start, int64_t stop,
+template <Kind kind>
+inline void decode_columns(const Row<kind>& row, Isa::Decoder<kind>& decoder, int64_t start, int64_t stop,
                            int64_t group_size, float* out) {
     for (int64_t c = start; c < stop; c += block) {
         if (c % group_size == 0) decoder.scale(from_bf16(row.scales[c / group_size]));
         Vec weights[vecs];
-        decoder.decode(row.codes + Row<four_bit>::columns_to_bytes(c), weights);
+        decoder.decode(row.codes + Row<kind>::columns_to_bytes(c), weights);
+        if (row.offsets) {
+            const Vec offset = Isa::set1(from_bf16(row.offsets[c / group_size]));
+            for (int k = 0; k < vecs; k++) weights[k] = Isa::add(weights[k], offset);
+        }
         for (int k = 0; k < vecs; k++) Isa::store(out + (c - start) + k * Isa::width, weights[k]);
     }
 }
@@ -143,6 +186,8 @@ inline void decode_columns(const Row<four_bit>& row, Isa::Decoder<four_bit>& dec
 }  // namespace
 }  // namespace hf_sparse
 
+#include "activations.h"
+#include "row_product.h"
 #include "accumulate.h"
 #include "packing.h"
-#include "row_product.h"
+#include "decode.h"

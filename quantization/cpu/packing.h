@@ -6,23 +6,33 @@ namespace {
 
 // One group of `size` weights (padded with zeros) to codes, a byte each, and the scale. False where a weight is out of
 // bounds.
-inline bool quantize_group(const float* values, int64_t size, const Rule& rule, uint8_t* codes, uint16_t* scale_out) {
+inline bool quantize_group(const float* values, int64_t size, const Rule& rule, uint8_t* codes, uint16_t* scale_out,
+                           uint16_t* offset_out) {
     const uint32_t magnitude = largest_magnitude_bits(values, size);
-    if (magnitude > limit_bits) return false;
-    float peak = from_bits(magnitude);
-    if (rule.signed_peak) {
-        float highest = values[0];
-        for (int64_t i = 1; i < size; i++) highest = values[i] > highest ? values[i] : highest;
-        peak = highest == peak ? peak : -peak;
+    if (magnitude > (rule.offset ? limit_bits_with_offset : limit_bits)) return false;
+    float peak = from_bits(magnitude), offset = 0;
+    if (rule.signed_peak || rule.offset) {
+        float highest = values[0], lowest = values[0];
+        for (int64_t i = 1; i < size; i++) {
+            highest = values[i] > highest ? values[i] : highest;
+            lowest = values[i] < lowest ? values[i] : lowest;
+        }
+        if (rule.offset) {
+            *offset_out = to_bf16(lowest);
+            offset = from_bf16(*offset_out);
+            peak = highest > offset ? highest - offset : 0.0f;
+        } else {
+            peak = highest == peak ? peak : -peak;
+        }
     }
     const float rounded = from_bf16(to_bf16(peak / rule.divisor));
     const float scale = (rounded < 0 ? -rounded : rounded) < smallest_scale ? 0.0f : rounded;
     *scale_out = to_bf16(scale);
     float ratios[128];
-    for (int64_t i = 0; i < size; i++) ratios[i] = scale == 0 ? 0.0f : values[i] / scale;
+    for (int64_t i = 0; i < size; i++) ratios[i] = scale == 0 ? 0.0f : (values[i] - offset) / scale;
     if (!rule.thresholds) {
         for (int64_t i = 0; i < size; i++)
-            codes[i] = static_cast<uint8_t>(static_cast<int8_t>(to_signed_byte(ratios[i])));
+            codes[i] = static_cast<uint8_t>(static_cast<int8_t>(to_whole(ratios[i], 127.0f)));
         return true;
     }
     int32_t counts[128] = {};
@@ -35,7 +45,7 @@ inline bool quantize_group(const float* values, int64_t size, const Rule& rule, 
 }
 
 bool quantize(const float* weight, int64_t rows, int64_t cols, int64_t group_size, const Rule& rule, uint8_t* codes,
-              uint16_t* scales, int threads) {
+              uint16_t* scales, uint16_t* offsets, int threads) {
     const int64_t groups = groups_of(cols, group_size);
     const int64_t group_bytes = rule.thresholds ? group_size / 2 : group_size;
     bool finite = true;
@@ -47,7 +57,8 @@ bool quantize(const float* weight, int64_t rows, int64_t cols, int64_t group_siz
             const size_t present = static_cast<size_t>(smaller(group_size, cols - start));
             std::memcpy(values, weight + row * cols + start, present * sizeof(float));
             uint8_t bytes[128];
-            finite = quantize_group(values, group_size, rule, bytes, scales + row * groups + group) && finite;
+            uint16_t* offset = rule.offset ? offsets + row * groups + group : nullptr;
+            finite = quantize_group(values, group_size, rule, bytes, scales + row * groups + group, offset) && finite;
             uint8_t* out = codes + (row * groups + group) * group_bytes;
             if (!rule.thresholds) {
                 std::memcpy(out, bytes, static_cast<size_t>(group_bytes));
@@ -62,16 +73,16 @@ bool quantize(const float* weight, int64_t rows, int64_t cols, int64_t group_siz
     return finite;
 }
 
-template <bool four_bit>
+template <Kind kind>
 void dequantize_rows(const Matrix& matrix, const Selection& selection, void* out, bool bf16, int threads) {
     const int64_t cols = matrix.cols;
     const int64_t padded = groups_of(cols, matrix.group_size) * matrix.group_size;
 #pragma omp parallel num_threads(useful_threads(threads, selection.count* cols))
     {
-        Isa::Decoder<four_bit> decoder(matrix.table);
+        Isa::Decoder<kind> decoder(matrix.table);
 #pragma omp for
         for (int64_t i = 0; i < selection.count; i++) {
-            const Row<four_bit> row(matrix, row_at(selection, i));
+            const Row<kind> row(matrix, row_at(selection, i));
             for (int64_t start = 0; start < cols; start += tile) {
                 float values[tile];
                 decode_columns(row, decoder, start, smaller(start + tile, padded), matrix.group_size, values);
@@ -90,9 +101,9 @@ void dequantize_rows(const Matrix& matrix, const Selection& selection, void* out
 
 void dequantize(const Matrix& matrix, const Selection& selection, void* out, bool bf16, int threads) {
     if (matrix.table) {
-        dequantize_rows<true>(matrix, selection, out, bf16, threads);
+        dequantize_rows<four_bit>(matrix, selection, out, bf16, threads);
     } else {
-        dequantize_rows<false>(matrix, selection, out, bf16, threads);
+        dequantize_rows<eight_bit>(matrix, selection, out, bf16, threads);
     }
 }
 

@@ -23,11 +23,28 @@ struct Isa {
         for (int i = 0; i < width; i++) value.lanes[i] = from[i];
         return value;
     }
+    static Vec load(const uint16_t* bf16) {
+        Vec value;
+        for (int i = 0; i < width; i++) {
+            const uint32_t bits = static_cast<uint32_t>(bf16[i]) << 16;
+            __builtin_memcpy(&value.lanes[i], &bits, sizeof bits);
+        }
+        return value;
+    }
+    static Vec load(const int8_t* bytes) {
+        Vec value;
+        for (int i = 0; i < width; i++) value.lanes[i] = static_cast<float>(bytes[i]);
+        return value;
+    }
     static void store(float* to, const Vec& value) {
         for (int i = 0; i < width; i++) to[i] = value.lanes[i];
     }
     static Vec add(Vec a, const Vec& b) {
         for (int i = 0; i < width; i++) a.lanes[i] += b.lanes[i];
+        return a;
+    }
+    static Vec mul(Vec a, const Vec& b) {
+        for (int i = 0; i < width; i++) a.lanes[i] *= b.lanes[i];
         return a;
     }
     static Vec fma(const Vec& a, const Vec& b, Vec c) {
@@ -39,6 +56,7 @@ struct Isa {
         for (float lane : value.lanes) total += lane;
         return total;
     }
+    static void pause() {}
 
     struct Table {
         const int8_t* values;
@@ -46,15 +64,15 @@ struct Isa {
     };
 
     // The signed bytes of 32 columns, in order.
-    template <bool four_bit>
+    template <Kind kind>
     static void bytes_of(const uint8_t* codes, const int8_t* table, int8_t* out) {
         for (int i = 0; i < 16; i++) {
-            out[i] = four_bit ? table[codes[i] & 15] : static_cast<int8_t>(codes[i]);
-            out[i + 16] = four_bit ? table[codes[i] >> 4] : static_cast<int8_t>(codes[i + 16]);
+            out[i] = kind == four_bit ? table[codes[i] & 15] : static_cast<int8_t>(codes[i]);
+            out[i + 16] = kind == four_bit ? table[codes[i] >> 4] : static_cast<int8_t>(codes[i + 16]);
         }
     }
 
-    template <bool four_bit>
+    template <Kind kind>
     struct Decoder {
         const int8_t* table = nullptr;
         float factor = 0;
@@ -64,26 +82,31 @@ struct Isa {
         void scale(float scale) { factor = scale; }
         void decode(const uint8_t* codes, Vec* out) const {
             int8_t bytes[32];
-            bytes_of<four_bit>(codes, table, bytes);
+            bytes_of<kind>(codes, table, bytes);
             for (int i = 0; i < 32; i++) out[i / width].lanes[i % width] = static_cast<float>(bytes[i]) * factor;
         }
     };
 
     static constexpr int corrections = 0;
+    static constexpr bool sums_rows = false;
 
-    template <bool four_bit, int group_size>
+    template <Kind kind, int group_size>
     struct IntegerGroup {
         int8_t weights[group_size];
 
         void load(const uint8_t* codes, const Table& table) {
             for (int i = 0; i < group_size; i += 32)
-                bytes_of<four_bit>(codes + (four_bit ? i / 2 : i), table.values, weights + i);
+                bytes_of<kind>(codes + (kind == four_bit ? i / 2 : i), table.values, weights + i);
         }
-        static void prepare(int8_t*, int32_t*) {}
+        static void prepare(const int16_t* numbers, int8_t* x, int32_t*) {
+            __builtin_memcpy(x, numbers, group_size * sizeof *numbers);
+        }
         // The whole sum in the first lane.
         Vec dot(const int8_t* x, const int32_t*) const {
+            int16_t numbers[group_size];
+            __builtin_memcpy(numbers, x, sizeof numbers);
             int32_t total = 0;
-            for (int i = 0; i < group_size; i++) total += weights[i] * x[i];
+            for (int i = 0; i < group_size; i++) total += weights[i] * numbers[i];
             Vec sums = zero();
             sums.lanes[0] = static_cast<float>(total);
             return sums;

@@ -12,33 +12,130 @@ struct Sum {
     float total() const { return Isa::sum(Isa::add(even, odd)); }
 };
 
-// `count` rows times one row of activations, unpacked in registers.
-template <bool four_bit, int count>
-inline void dot_packed(const Matrix& matrix, const Selection& selection, int64_t first, const float* x, float* out) {
-    using Decoder = Isa::Decoder<four_bit>;
-    const int64_t groups = groups_of(matrix.cols, matrix.group_size);
-    const Rows<four_bit, count> rows(matrix, selection, first);
-    Sum sums[count];
-    const Decoder decoder(matrix.table);
-    const int64_t block_bytes = Row<four_bit>::columns_to_bytes(block);
-    int64_t at = 0;
-    for (int64_t group = 0; group < groups; group++) {
-        Decoder decoders[count] = {};
-        for (int r = 0; r < count; r++) {
-            decoders[r] = decoder;
-            decoders[r].scale(from_bf16(rows.scales[r][group]));
-            __builtin_prefetch(rows.next[r] + at);
-        }
-        for (int64_t c = 0; c < matrix.group_size; c += block, x += block, at += block_bytes) {
+inline float offset_part(const uint16_t* offsets, const float* sums, int64_t groups) {
+    float total = 0;
+    for (int64_t group = 0; group < groups; group++) total += from_bf16(offsets[group]) * sums[group];
+    return total;
+}
+
+// Rows [first, last) of the selection times one row of activations -> out[first .. last). A thread's share of a product.
+
+template <Kind kind>
+void float_rows(const Matrix& matrix, const Selection& selection, int64_t first, int64_t last, const Activations& x,
+                float* out) {
+    const Isa::Decoder<kind> plain(matrix.table);
+    const int64_t ahead = rows_ahead<kind>(matrix), block_bytes = Row<kind>::columns_to_bytes(block);
+    const auto some_rows = [&](int64_t at, auto how_many) {
+        constexpr int count = decltype(how_many)::value;
+        const Rows<kind, count> rows(matrix, selection, at, last, ahead);
+        Sum sums[count];
+        const float* values = x.floats;
+        int64_t byte = 0;
+        for (int64_t group = 0; group < x.groups; group++) {
+            Isa::Decoder<kind> decoders[count] = {};
             for (int r = 0; r < count; r++) {
-                Vec weights[vecs];
-                decoders[r].decode(rows.codes[r] + at, weights);
-                for (int k = 0; k < vecs; k++) sums[r].add(k, weights[k], Isa::load(x + k * Isa::width));
+                decoders[r] = plain;
+                decoders[r].scale(from_bf16(rows.scales[r][group]));
+                prefetch(rows.next[r] + byte);
+            }
+            for (int64_t c = 0; c < matrix.group_size; c += block, values += block, byte += block_bytes) {
+                for (int r = 0; r < count; r++) {
+                    Vec weights[vecs];
+                    decoders[r].decode(rows.codes[r] + byte, weights);
+                    for (int k = 0; k < vecs; k++) sums[r].add(k, weights[k], Isa::load(values + k * Isa::width));
+                }
             }
         }
-    }
-    for (int r = 0; r < count; r++) out[r] = sums[r].total();
+        for (int r = 0; r < count; r++) {
+            out[at + r] = sums[r].total();
+            if (matrix.offsets) {
+                const Row<kind> row(matrix, row_at(selection, at + r));
+                out[at + r] += offset_part(row.offsets, x.sums, x.groups);
+            }
+        }
+    };
+    int64_t at = first;
+    for (; at + 2 <= last; at += 2) some_rows(at, Size<2>());
+    if (at < last) some_rows(at, Size<1>());
 }
+
+template <Kind kind, int group_size>
+void integer_rows(const Matrix& matrix, const Selection& selection, int64_t first, int64_t last, const Activations& x,
+                  float* out) {
+    using Group = Isa::IntegerGroup<kind, group_size>;
+    constexpr int chunk = 16;  // groups whose scales are formed at a time
+    const Isa::Table table(matrix.table);
+    constexpr int64_t group_bytes = kind == four_bit ? group_size / 2 : group_size;
+    const int64_t ahead = rows_ahead<kind>(matrix);
+    for (int64_t at = first; at < last; at++) {
+        const Row<kind> row(matrix, row_at(selection, at));
+        const Row<kind> later(matrix, row_at(selection, smaller(at + ahead, last - 1)));
+        for (int64_t group = 0; group < x.groups; group += 32) prefetch(later.scales + group);
+        Vec sums[2] = {Isa::zero(), Isa::zero()};
+        const auto add_group = [&](int64_t group, float scale, int which) {
+            const uint8_t* codes = row.codes + group * group_bytes;
+            if (group_bytes >= 64 || group % (64 / group_bytes) == 0) prefetch(later.codes + group * group_bytes);
+            if (group_bytes > 64) prefetch(later.codes + group * group_bytes + 64);
+            Group weights;
+            weights.load(codes, table);
+            const Vec products =
+                weights.dot(x.bytes + 2 * group * group_size, x.corrections + group * Isa::corrections);
+            sums[which] = Isa::fma(products, Isa::set1(scale), sums[which]);
+        };
+        int64_t group = 0;
+        for (; group + chunk <= x.groups; group += chunk) {
+            alignas(64) float scales[chunk];
+            for (int k = 0; k < chunk; k++) scales[k] = from_bf16(row.scales[group + k]) * x.scales[group + k];
+#pragma GCC unroll 16
+            for (int k = 0; k < chunk; k++) add_group(group + k, scales[k], k % 2);
+        }
+        for (; group < x.groups; group++) add_group(group, from_bf16(row.scales[group]) * x.scales[group], group % 2);
+        out[at] = Isa::sum(Isa::add(sums[0], sums[1]));
+        if (matrix.offsets) out[at] += offset_part(row.offsets, x.sums, x.groups);
+    }
+}
+
+// Times `n` rows of activations `x`, `stride` apart, -> out[i * out_stride + position].
+inline void number_rows(const Matrix& matrix, const Selection& selection, int64_t first, int64_t last, const float* x,
+                        int64_t stride, int64_t n, float* out, int64_t out_stride) {
+    const uint16_t* numbers = reinterpret_cast<const uint16_t*>(matrix.codes);
+    const int64_t cols = matrix.cols, ahead = 1 + bytes_ahead / (2 * cols);
+    for (int64_t at = first; at < last; at++) {
+        const uint16_t* row = numbers + row_at(selection, at) * cols;
+        const uint16_t* later = numbers + row_at(selection, smaller(at + ahead, last - 1)) * cols;
+        for (int64_t i = 0; i < n; i++) {
+            const float* values = x + i * stride;
+            Sum sum;
+            int64_t c = 0;
+            for (; c + block <= cols; c += block) {
+                if (i == 0) prefetch(later + c);
+                for (int k = 0; k < vecs; k++)
+                    sum.add(k, Isa::load(row + c + k * Isa::width), Isa::load(values + c + k * Isa::width));
+            }
+            float total = sum.total();
+            for (; c < cols; c++) total += from_bf16(row[c]) * values[c];
+            out[i * out_stride + at] = total;
+        }
+    }
+}
+
+// Rows [first, last) of the selection times the one row of activations that `x` holds.
+inline void product_rows(const Matrix& matrix, const Selection& selection, int64_t first, int64_t last,
+                         const Activations& x, float* out) {
+    if (first >= last) return;
+    if (!matrix.scales) return number_rows(matrix, selection, first, last, x.floats, 0, 1, out, 0);
+    const auto of_kind = [&](auto which) {
+        constexpr Kind kind = static_cast<Kind>(decltype(which)::value);
+        if (x.floats) return float_rows<kind>(matrix, selection, first, last, x, out);
+        if (matrix.group_size == 32) return integer_rows<kind, 32>(matrix, selection, first, last, x, out);
+        if (matrix.group_size == 64) return integer_rows<kind, 64>(matrix, selection, first, last, x, out);
+        integer_rows<kind, 128>(matrix, selection, first, last, x, out);
+    };
+    if (matrix.table) return of_kind(Size<four_bit>());
+    of_kind(Size<eight_bit>());
+}
+
+// Several rows of activations: weights are unpacked once for all of them.
 
 // One unpacked row times `count` rows of activations.
 template <int count>
@@ -53,159 +150,105 @@ inline void dot_unpacked(const float* row, const float* x, int64_t padded, float
     for (int t = 0; t < count; t++) out[t * out_stride] = sums[t].total();
 }
 
-template <bool four_bit>
-void row_product_float(const Matrix& matrix, const Selection& selection, const float* x, int64_t n, float* out,
-                       int threads) {
-    const int64_t padded = groups_of(matrix.cols, matrix.group_size) * matrix.group_size;
-    Buffer<float> padded_x(padded == matrix.cols ? 0 : n * padded);
-    if (padded != matrix.cols) {
-        for (int64_t i = 0; i < n; i++) {
-            float* to = padded_x.data + i * padded;
-            std::memcpy(to, x + i * matrix.cols, static_cast<size_t>(matrix.cols) * sizeof(float));
-            std::memset(to + matrix.cols, 0, static_cast<size_t>(padded - matrix.cols) * sizeof(float));
-        }
-        x = padded_x.data;
-    }
-    threads = useful_threads(threads, selection.count * padded);
-    if (n == 1) {
-        const int64_t pairs = selection.count / 2;
-#pragma omp parallel for num_threads(threads)
-        for (int64_t i = 0; i < pairs; i++) dot_packed<four_bit, 2>(matrix, selection, 2 * i, x, out + 2 * i);
-        if (selection.count % 2) dot_packed<four_bit, 1>(matrix, selection, 2 * pairs, x, out + 2 * pairs);
-        return;
-    }
-    Buffer<float> unpacked(threads * padded);
-#pragma omp parallel num_threads(threads)
-    {
-        float* row = unpacked.data + thread_number() * padded;
-        Isa::Decoder<four_bit> decoder(matrix.table);
-#pragma omp for
-        for (int64_t i = 0; i < selection.count; i++) {
-            decode_columns(Row<four_bit>(matrix, row_at(selection, i)), decoder, 0, padded, matrix.group_size, row);
-            int64_t t = 0;
-            for (; t + 4 <= n; t += 4)
-                dot_unpacked<4>(row, x + t * padded, padded, out + t * selection.count + i, selection.count);
-            for (; t < n; t++)
-                dot_unpacked<1>(row, x + t * padded, padded, out + t * selection.count + i, selection.count);
-        }
+// `row`: memory for one unpacked row.
+template <Kind kind>
+void float_rows_of_many(const Matrix& matrix, const Selection& selection, int64_t first, int64_t last,
+                        const Activations& x, int64_t n, float* row, float* out) {
+    Isa::Decoder<kind> decoder(matrix.table);
+    for (int64_t at = first; at < last; at++) {
+        decode_columns(Row<kind>(matrix, row_at(selection, at)), decoder, 0, x.padded, matrix.group_size, row);
+        int64_t t = 0;
+        for (; t + 4 <= n; t += 4)
+            dot_unpacked<4>(row, x.floats + t * x.padded, x.padded, out + t * selection.count + at, selection.count);
+        for (; t < n; t++)
+            dot_unpacked<1>(row, x.floats + t * x.padded, x.padded, out + t * selection.count + at, selection.count);
     }
 }
 
-struct IntegerActivations {
-    int8_t* values;        // [n, padded]
-    float* scales;         // [n, groups]; NaN for all of a row that holds NaN or infinity
-    int32_t* corrections;  // [n, groups, Isa::corrections]
-    int64_t padded, groups;
-};
-
-template <bool four_bit, int group_size>
-inline void quantize_activations(const float* x, int64_t cols, int64_t row, const IntegerActivations& out) {
-    int8_t* values = out.values + row * out.padded;
-    float* scales = out.scales + row * out.groups;
-    bool finite = true;
-    for (int64_t group = 0; group < out.groups; group++) {
-        float group_values[group_size] = {};
-        const int64_t start = group * group_size;
-        std::memcpy(group_values, x + start, static_cast<size_t>(smaller(group_size, cols - start)) * sizeof(float));
-        const uint32_t magnitude = largest_magnitude_bits(group_values, group_size);
-        finite = finite && magnitude < 0x7f800000;
-        float scale = from_bits(magnitude) / 127.0f;
-        if (!(scale >= smallest_scale)) scale = 0;
-        for (int64_t i = 0; i < group_size; i++) {
-            const float ratio = scale == 0 ? 0.0f : group_values[i] / scale;
-            values[start + i] = static_cast<int8_t>(to_signed_byte(ratio));
-        }
-        scales[group] = scale;
-        int32_t* corrections = out.corrections + (row * out.groups + group) * Isa::corrections;
-        Isa::IntegerGroup<four_bit, group_size>::prepare(values + start, corrections);
-    }
-    if (finite) return;
-    for (int64_t group = 0; group < out.groups; group++) scales[group] = NAN;
-}
-
-// `rows` rows of weights times `count` rows of activations.
-template <bool four_bit, int group_size, int rows, int count>
-inline void dot_integer(const Matrix& matrix, const Selection& selection, int64_t first, const IntegerActivations& x,
-                        int64_t x_first, float* out) {
-    using Group = Isa::IntegerGroup<four_bit, group_size>;
+// `rows` rows of weights times `count` rows of activations, from row t on.
+template <Kind kind, int group_size, int rows, int count>
+inline void integer_tile(const Matrix& matrix, const Selection& selection, int64_t first, int64_t last,
+                         const Activations& x, int64_t t, float* out) {
     const Isa::Table table(matrix.table);
-    const Rows<four_bit, rows> weights(matrix, selection, first);
+    const Rows<kind, rows> weights(matrix, selection, first, last, rows);
     Vec sums[rows][count];
     for (int r = 0; r < rows; r++) {
-        for (int t = 0; t < count; t++) sums[r][t] = Isa::zero();
+        for (int i = 0; i < count; i++) sums[r][i] = Isa::zero();
     }
-    const int8_t* x_values = x.values + x_first * x.padded;
-    const float* x_scales = x.scales + x_first * x.groups;
-    const int32_t* corrections = x.corrections + x_first * x.groups * Isa::corrections;
-    const int64_t group_bytes = Row<four_bit>::columns_to_bytes(group_size);
+    const int64_t group_bytes = Row<kind>::columns_to_bytes(group_size);
     for (int64_t group = 0; group < x.groups; group++) {
         for (int r = 0; r < rows; r++) {
-            Group values;
+            Isa::IntegerGroup<kind, group_size> values;
             values.load(weights.codes[r] + group * group_bytes, table);
-            __builtin_prefetch(weights.next[r] + group * group_bytes);
+            if (t == 0) prefetch(weights.next[r] + group * group_bytes);
             const float scale = from_bf16(weights.scales[r][group]);
-            for (int t = 0; t < count; t++) {
-                const int32_t* correction = corrections + (t * x.groups + group) * Isa::corrections;
-                const Vec products = values.dot(x_values + t * x.padded + group * group_size, correction);
-                sums[r][t] = Isa::fma(products, Isa::set1(scale * x_scales[t * x.groups + group]), sums[r][t]);
+            for (int i = 0; i < count; i++) {
+                const int64_t at = (t + i) * x.groups + group;
+                const Vec products =
+                    values.dot(x.bytes + 2 * ((t + i) * x.padded + group * group_size), x.corrections + at * Isa::corrections);
+                sums[r][i] = Isa::fma(products, Isa::set1(scale * x.scales[at]), sums[r][i]);
             }
         }
     }
     for (int r = 0; r < rows; r++) {
-        for (int t = 0; t < count; t++) out[(x_first + t) * selection.count + first + r] = Isa::sum(sums[r][t]);
+        for (int i = 0; i < count; i++) {
+            float total = Isa::sum(sums[r][i]);
+            if (matrix.offsets) {
+                const Row<kind> row(matrix, row_at(selection, first + r));
+                total += offset_part(row.offsets, x.sums + (t + i) * x.groups, x.groups);
+            }
+            out[(t + i) * selection.count + first + r] = total;
+        }
     }
 }
 
-template <bool four_bit, int group_size>
-void row_product_integer(const Matrix& matrix, const Selection& selection, const float* x, int64_t n, float* out,
-                         int threads) {
-    const int64_t groups = groups_of(matrix.cols, group_size), padded = groups * group_size;
-    Buffer<int8_t> values(n * padded);
-    Buffer<float> scales(n * groups);
-    Buffer<int32_t> corrections(n * groups * Isa::corrections);
-    const IntegerActivations activations{values.data, scales.data, corrections.data, padded, groups};
-    const int64_t pairs = selection.count / 2;
-#pragma omp parallel num_threads(useful_threads(threads, selection.count* padded))
+template <Kind kind, int group_size>
+void integer_rows_of_many(const Matrix& matrix, const Selection& selection, int64_t first, int64_t last,
+                          const Activations& x, int64_t n, float* out) {
+    const auto rows_of = [&](int64_t at, auto rows) {
+        int64_t t = 0;
+        for (; t + 4 <= n; t += 4)
+            integer_tile<kind, group_size, decltype(rows)::value, 4>(matrix, selection, at, last, x, t, out);
+        for (; t < n; t++)
+            integer_tile<kind, group_size, decltype(rows)::value, 1>(matrix, selection, at, last, x, t, out);
+    };
+    int64_t at = first;
+    for (; at + 2 <= last; at += 2) rows_of(at, Size<2>());
+    if (at < last) rows_of(at, Size<1>());
+}
+
+template <Kind kind>
+void product_rows_of_many(const Matrix& matrix, const Selection& selection, int64_t first, int64_t last,
+                          const Activations& x, int64_t n, float* row, float* out) {
+    if (x.floats) return float_rows_of_many<kind>(matrix, selection, first, last, x, n, row, out);
+    if (matrix.group_size == 32) return integer_rows_of_many<kind, 32>(matrix, selection, first, last, x, n, out);
+    if (matrix.group_size == 64) return integer_rows_of_many<kind, 64>(matrix, selection, first, last, x, n, out);
+    integer_rows_of_many<kind, 128>(matrix, selection, first, last, x, n, out);
+}
+
+void row_product(const Matrix& matrix, const Selection& selection, const float* x, int64_t n, Compute compute,
+                 float* out, int threads) {
+    if (n == 0 || selection.count == 0) return;
+    ActivationMemory memory(n, matrix.cols, matrix.group_size, compute_of(matrix, compute));
+    const Activations& rows = memory.rows;
+    threads = useful_threads(threads, selection.count * rows.padded);
+    Buffer<float> unpacked(n == 1 ? 0 : threads * rows.padded);
+#pragma omp parallel num_threads(threads)
     {
 #pragma omp for
-        for (int64_t i = 0; i < n; i++) {
-            quantize_activations<four_bit, group_size>(x + i * matrix.cols, matrix.cols, i, activations);
+        for (int64_t i = 0; i < n; i++) prepare_row(matrix, x + i * matrix.cols, i, compute, rows);
+        const int64_t team = team_size(), thread = thread_number();
+        const int64_t first = selection.count * thread / team, last = selection.count * (thread + 1) / team;
+        float* row = unpacked.data + thread * rows.padded;
+        if (n == 1) {
+            product_rows(matrix, selection, first, last, rows, out);
+        } else if (!matrix.scales) {
+            number_rows(matrix, selection, first, last, rows.floats, rows.padded, n, out, selection.count);
+        } else if (matrix.table) {
+            product_rows_of_many<four_bit>(matrix, selection, first, last, rows, n, row, out);
+        } else {
+            product_rows_of_many<eight_bit>(matrix, selection, first, last, rows, n, row, out);
         }
-#pragma omp for
-        for (int64_t i = 0; i < pairs; i++) {
-            int64_t t = 0;
-            for (; t + 4 <= n; t += 4)
-                dot_integer<four_bit, group_size, 2, 4>(matrix, selection, 2 * i, activations, t, out);
-            for (; t < n; t++) dot_integer<four_bit, group_size, 2, 1>(matrix, selection, 2 * i, activations, t, out);
-        }
-    }
-    if (selection.count % 2) {
-        for (int64_t t = 0; t < n; t++) {
-            dot_integer<four_bit, group_size, 1, 1>(matrix, selection, 2 * pairs, activations, t, out);
-        }
-    }
-}
-
-template <bool four_bit>
-void row_product_of(const Matrix& matrix, const Selection& selection, const float* x, int64_t n, bool integer,
-                    float* out, int threads) {
-    if (!integer) {
-        row_product_float<four_bit>(matrix, selection, x, n, out, threads);
-    } else if (matrix.group_size == 32) {
-        row_product_integer<four_bit, 32>(matrix, selection, x, n, out, threads);
-    } else if (matrix.group_size == 64) {
-        row_product_integer<four_bit, 64>(matrix, selection, x, n, out, threads);
-    } else {
-        row_product_integer<four_bit, 128>(matrix, selection, x, n, out, threads);
-    }
-}
-
-void row_product(const Matrix& matrix, const Selection& selection, const float* x, int64_t n, bool integer, float* out,
-                 int threads) {
-    if (matrix.table) {
-        row_product_of<true>(matrix, selection, x, n, integer, out, threads);
-    } else {
-        row_product_of<false>(matrix, selection, x, n, integer, out, threads);
     }
 }
 

@@ -1,0 +1,116 @@
+// Activations as the row products take them. Part of loops.h.
+#pragma once
+
+namespace hf_sparse {
+namespace {
+
+constexpr float whole_limit = 32512;  // 127 * 256 + a low byte of 0: the high byte of a rounded activation is -127..127
+
+// Rows of activations for matrices of one width and group size, padded with zeros to whole groups. Either `floats`, or
+// whole numbers times a scale per group. A row that holds NaN or infinity has scales of NaN.
+struct Activations {
+    float* floats;         // [n, padded]; null: whole numbers
+    int8_t* bytes;         // [n, 2 * padded]
+    float* scales;         // [n, groups]
+    int32_t* corrections;  // [n, groups, Isa::corrections]
+    float* sums;           // [n, groups]: what an offset is multiplied by
+    int64_t cols, padded, groups, group_size;
+};
+
+struct ActivationMemory {
+    Buffer<char> memory;
+    Activations rows;
+
+    static int64_t bytes_of(int64_t padded, int64_t groups) {
+        return rounded_up(4 * padded, 64) + rounded_up(4 * groups * Isa::corrections, 64) +
+               2 * rounded_up(4 * groups, 64);
+    }
+    ActivationMemory(int64_t n, int64_t cols, int64_t group_size, Compute compute)
+        : memory(n * bytes_of(rounded_up(cols, group_size), groups_of(cols, group_size))) {
+        place(&rows, memory.data, n, cols, group_size, compute);
+    }
+    // Lays out `n` rows in memory of bytes_of() * n.
+    static void place(Activations* rows, char* at, int64_t n, int64_t cols, int64_t group_size, Compute compute) {
+        const int64_t groups = groups_of(cols, group_size), padded = groups * group_size;
+        rows->cols = cols;
+        rows->padded = padded;
+        rows->groups = groups;
+        rows->group_size = group_size;
+        rows->floats = compute == int8 ? nullptr : reinterpret_cast<float*>(at);
+        rows->bytes = compute == int8 ? reinterpret_cast<int8_t*>(at) : nullptr;
+        at += n * rounded_up(4 * padded, 64);
+        rows->corrections = reinterpret_cast<int32_t*>(at);
+        at += n * rounded_up(4 * groups * Isa::corrections, 64);
+        rows->scales = reinterpret_cast<float*>(at);
+        at += n * rounded_up(4 * groups, 64);
+        rows->sums = reinterpret_cast<float*>(at);
+    }
+};
+
+template <Kind kind, int group_size>
+inline void round_row(const float* x, int64_t row, const Activations& out) {
+    int8_t* bytes = out.bytes + row * 2 * out.padded;
+    float* scales = out.scales + row * out.groups;
+    bool finite = true;
+    for (int64_t group = 0; group < out.groups; group++) {
+        float values[group_size] = {};
+        const int64_t start = group * group_size;
+        std::memcpy(values, x + start, static_cast<size_t>(smaller(group_size, out.cols - start)) * sizeof(float));
+        const uint32_t magnitude = largest_magnitude_bits(values, group_size);
+        finite = finite && magnitude < 0x7f800000;
+        float scale = from_bits(magnitude) / whole_limit;
+        if (!(scale >= smallest_scale)) scale = 0;
+        int16_t numbers[group_size];
+        int32_t sum = 0;
+        for (int64_t i = 0; i < group_size; i++) {
+            const float ratio = scale == 0 ? 0.0f : values[i] / scale;
+            const int32_t number = static_cast<int32_t>(to_whole(ratio, whole_limit));
+            numbers[i] = static_cast<int16_t>(number);
+            sum += number;
+        }
+        scales[group] = scale;
+        out.sums[row * out.groups + group] = scale * static_cast<float>(sum);
+        int32_t* corrections = out.corrections + (row * out.groups + group) * Isa::corrections;
+        Isa::IntegerGroup<kind, group_size>::prepare(numbers, bytes + 2 * start, corrections);
+    }
+    if (finite) return;
+    for (int64_t group = 0; group < out.groups; group++) scales[group] = NAN;
+}
+
+inline void pad_row(const float* x, int64_t row, bool bf16_too, const Activations& out) {
+    float* to = out.floats + row * out.padded;
+    if (bf16_too) {
+        for (int64_t c = 0; c < out.cols; c++) to[c] = round_to_bf16(x[c]);
+    } else {
+        std::memcpy(to, x, static_cast<size_t>(out.cols) * sizeof(float));
+    }
+    std::memset(to + out.cols, 0, static_cast<size_t>(out.padded - out.cols) * sizeof(float));
+    for (int64_t group = 0; group < out.groups; group++) {
+        float sum = 0;
+        for (int64_t c = 0; c < out.group_size; c++) sum += to[group * out.group_size + c];
+        out.sums[row * out.groups + group] = sum;
+    }
+}
+
+// Row `row` of `out`, for products with `matrix` or another of its width, kind and group size.
+inline void prepare_row(const Matrix& matrix, const float* x, int64_t row, Compute compute, const Activations& out) {
+    if (!out.bytes) return pad_row(x, row, compute == bf16, out);
+    const auto of_group = [&](auto size) {
+        if (matrix.table) {
+            round_row<four_bit, decltype(size)::value>(x, row, out);
+        } else {
+            round_row<eight_bit, decltype(size)::value>(x, row, out);
+        }
+    };
+    if (out.group_size == 32) return of_group(Size<32>());
+    if (out.group_size == 64) return of_group(Size<64>());
+    of_group(Size<128>());
+}
+
+// What the products of a matrix are computed in: numbers are multiplied as floats.
+inline Compute compute_of(const Matrix& matrix, Compute compute) {
+    return matrix.scales || compute != int8 ? compute : fp32;
+}
+
+}  // namespace
+}  // namespace hf_sparse

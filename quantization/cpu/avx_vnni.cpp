@@ -1,0 +1,10 @@
+// AVX2 with AVX-VNNI.
+
+#include "avx2_isa.h"
+#include "loops.h"
+
+namespace hf_sparse {
+
+const Kernels avx_vnni_kernels = {quantize, dequantize, row_product, accumulate, active_neurons, decode_bytes, decode};
+
+}  // namespace hf_sparse

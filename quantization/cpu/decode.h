@@ -1,0 +1,486 @@
+// One token through decoder layers, in one parallel region: each thread keeps the hidden states for itself, computes its
+// share of the rows of every product, and waits for the others only where it needs what they computed. Part of loops.h.
+//
+// Sums over threads are formed in the order of the threads, so that a result depends on their number alone.
+#pragma once
+
+#include <sched.h>
+#ifdef __linux__
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#include "functions.h"
+
+#include "attend.h"
+
+namespace hf_sparse {
+namespace {
+
+// Sizes of the largest layer of a step.
+struct Sizes {
+    int64_t hidden = 0, width = 0, qkv = 0, heads = 0, attended = 0, queries = 0, neurons = 0, predictor = 0;
+    int64_t activations = 0, predictor_activations = 0, sums = 0;
+
+    void take(const Matrix& matrix, int64_t* activation_bytes) {
+        if (!matrix.codes) return;
+        const int64_t groups = groups_of(matrix.cols, matrix.group_size);
+        *activation_bytes = larger(*activation_bytes, ActivationMemory::bytes_of(groups * matrix.group_size, groups));
+    }
+    void take_sum(const Matrix& matrix) {
+        if (!matrix.codes) return;
+        sums = larger(sums, SumMemory::bytes_of(matrix));
+        width = larger(width, sum_width(matrix));
+    }
+    explicit Sizes(const Step& step) : hidden(step.hidden) {
+        for (int64_t i = 0; i < step.layer_count; i++) {
+            const Attention& a = step.layers[i]->attention;
+            const Mlp& m = step.layers[i]->mlp;
+            qkv = larger(qkv, (a.heads + 2 * a.kv_heads) * a.head_dim);
+            heads = larger(heads, a.heads);
+            attended = larger(attended, a.heads * a.head_dim);
+            if (a.kv_heads) queries = larger(queries, a.heads / a.kv_heads);
+            neurons = larger(neurons, m.up.matrix.rows);
+            predictor = larger(predictor, m.predictor.fc1.rows);
+            take(a.q.matrix, &activations);
+            take(m.up.matrix, &activations);
+            take(m.predictor.fc1, &predictor_activations);
+            take(m.predictor.fc2, &predictor_activations);
+            take_sum(a.o.matrix);
+            take_sum(m.down.matrix);
+        }
+        if (step.head) take(step.head->linear.matrix, &activations);
+        width = larger(width, hidden);
+    }
+};
+
+// Hands out parts of one piece of memory, each on a cache line of its own. Without memory it only counts.
+struct Carver {
+    char* at;
+    int64_t used = 0;
+    template <typename T>
+    T* take(int64_t count) {
+        T* part = reinterpret_cast<T*>(at + used);
+        used += rounded_up(count * static_cast<int64_t>(sizeof(T)), 64) + 64;
+        return part;
+    }
+};
+
+// What the threads share.
+struct Shared {
+    int *arrived, *phase, *sleeping;
+    float *q, *k, *v;
+    float* outs;         // [threads, heads * head_dim]
+    Partial* partials;   // [threads, heads]
+    float* attended;     // [heads * head_dim]
+    float *gates, *ups;  // [neurons]
+    float* predicted;    // [predictor]
+    int64_t* lists;      // [threads, neurons]
+    int64_t* counts;     // [threads * 8]
+    float* y[2];         // [threads, width]
+
+    Shared(Carver* carver, const Sizes& sizes, int64_t threads) {
+        arrived = carver->take<int>(16);
+        phase = carver->take<int>(16);
+        sleeping = carver->take<int>(16);
+        q = carver->take<float>(3 * sizes.qkv);
+        k = q + sizes.qkv;
+        v = k + sizes.qkv;
+        outs = carver->take<float>(threads * sizes.attended);
+        partials = carver->take<Partial>(threads * sizes.heads);
+        attended = carver->take<float>(sizes.attended);
+        gates = carver->take<float>(2 * sizes.neurons);
+        ups = gates + sizes.neurons;
+        predicted = carver->take<float>(sizes.predictor);
+        lists = carver->take<int64_t>(threads * sizes.neurons);
+        counts = carver->take<int64_t>(threads * 8);
+        for (float*& of_block : y) of_block = carver->take<float>(threads * sizes.width);
+    }
+};
+
+// What one thread has for itself.
+struct Worker {
+    const Step& step;
+    const Sizes& sizes;
+    const Shared& shared;
+    int64_t thread, team;
+    float *x, *normed, *part;  // [width]
+    float *q, *k;              // [qkv]
+    float* scores;             // [queries, page_tokens]
+    float* values;             // [2 * neurons]
+    int64_t* list;             // [neurons]
+    char *activations, *predictor_activations, *sums;
+
+    Worker(Carver* carver, const Step& step_, const Sizes& sizes_, const Shared& shared_)
+        : step(step_), sizes(sizes_), shared(shared_), thread(0), team(1) {
+        x = carver->take<float>(sizes.width);
+        normed = carver->take<float>(sizes.width);
+        part = carver->take<float>(sizes.width);
+        q = carver->take<float>(2 * sizes.qkv);
+        k = q + sizes.qkv;
+        scores = carver->take<float>(sizes.queries * page_tokens);
+        values = carver->take<float>(2 * sizes.neurons);
+        list = carver->take<int64_t>(sizes.neurons);
+        activations = carver->take<char>(sizes.activations);
+        predictor_activations = carver->take<char>(sizes.predictor_activations);
+        sums = carver->take<char>(sizes.sums);
+    }
+
+    int64_t first_of(int64_t count) const { return count * thread / team; }
+    int64_t last_of(int64_t count) const { return count * (thread + 1) / team; }
+
+    // Spins for some 50 us, then sleeps: whom it waits for may need the core.
+    void wait_for_all() const {
+        if (team == 1) return;
+        const int phase = __atomic_load_n(shared.phase, __ATOMIC_RELAXED);
+        if (__atomic_add_fetch(shared.arrived, 1, __ATOMIC_ACQ_REL) == team) {
+            __atomic_store_n(shared.arrived, 0, __ATOMIC_RELAXED);
+            __atomic_store_n(shared.phase, phase + 1, __ATOMIC_SEQ_CST);
+#ifdef __linux__
+            if (__atomic_load_n(shared.sleeping, __ATOMIC_SEQ_CST))
+                syscall(SYS_futex, shared.phase, FUTEX_WAKE_PRIVATE, 1 << 30, nullptr, nullptr, 0);
+#endif
+            return;
+        }
+        for (int turns = 0; turns < 1500; turns++) {
+            if (__atomic_load_n(shared.phase, __ATOMIC_ACQUIRE) != phase) return;
+            Isa::pause();
+        }
+        __atomic_add_fetch(shared.sleeping, 1, __ATOMIC_SEQ_CST);
+        while (__atomic_load_n(shared.phase, __ATOMIC_SEQ_CST) == phase) {
+#ifdef __linux__
+            syscall(SYS_futex, shared.phase, FUTEX_WAIT_PRIVATE, phase, nullptr, nullptr, 0);
+#else
+            sched_yield();
+#endif
+        }
+        __atomic_sub_fetch(shared.sleeping, 1, __ATOMIC_SEQ_CST);
+    }
+
+    Activations prepared(const Matrix& matrix, const float* from, Compute compute, char* memory) const {
+        Activations rows;
+        ActivationMemory::place(&rows, memory, 1, matrix.cols, matrix.group_size, compute_of(matrix, compute));
+        prepare_row(matrix, from, 0, compute, rows);
+        return rows;
+    }
+
+    // Rows [first, last) of a linear layer -> out[first .. last).
+    static void linear(const Linear& linear, int64_t first, int64_t last, const Activations& from, float* out) {
+        product_rows(linear.matrix, {nullptr, linear.matrix.rows}, first, last, from, out);
+        if (!linear.bias) return;
+        for (int64_t i = first; i < last; i++) out[i] += linear.bias[i];
+    }
+    // Rows list[0 .. count) -> out[0 .. count).
+    static void linear(const Linear& linear, const int64_t* list, int64_t count, const Activations& from, float* out) {
+        product_rows(linear.matrix, {list, count}, 0, count, from, out);
+        if (!linear.bias) return;
+        for (int64_t i = 0; i < count; i++) out[i] += linear.bias[list[i]];
+    }
+
+    float* own_y(int block) const {
+        float* y = shared.y[block] + thread * sizes.width;
+        std::memset(y, 0, static_cast<size_t>(sizes.width) * sizeof(float));
+        return y;
+    }
+    // What all threads have added to a block's output.
+    void merge(int block, const float* bias, float* out) const {
+        const float* y = shared.y[block];
+        for (int64_t c = 0; c < step.hidden; c++) {
+            float sum = y[c];
+            for (int64_t t = 1; t < team; t++) sum += y[t * sizes.width + c];
+            out[c] = bias ? sum + bias[c] : sum;
+        }
+    }
+
+    void norm_and_rotate(const Attention& a, const float* weight, int64_t heads, float* states) const {
+        if (weight && a.norms_all_heads) rms_norm(states, weight, a.norm_epsilon, heads * a.head_dim, states);
+        for (int64_t head = 0; head < heads; head++) {
+            float* of_head = states + head * a.head_dim;
+            if (weight && !a.norms_all_heads) rms_norm(of_head, weight, a.norm_epsilon, a.head_dim, of_head);
+            if (a.rotation >= 0) rotate(of_head, step.cos[a.rotation], step.sin[a.rotation], a.rotary_dim);
+        }
+    }
+
+    void attention(const Attention& a, const CacheTable& cache, const float* from) const {
+        const int64_t q_rows = a.heads * a.head_dim, kv_rows = a.kv_heads * a.head_dim;
+        const int64_t all = q_rows + 2 * kv_rows, first = first_of(all), last = last_of(all);
+        const Activations rows = prepared(a.q.matrix, from, a.compute, activations);
+        const auto share = [&](const Linear& part, int64_t start, int64_t count, float* out) {
+            linear(part, larger(first - start, 0), smaller(last - start, count), rows, out);
+        };
+        share(a.q, 0, q_rows, shared.q);
+        share(a.k, q_rows, kv_rows, shared.k);
+        share(a.v, q_rows + kv_rows, kv_rows, shared.v);
+        wait_for_all();
+
+        std::memcpy(q, shared.q, static_cast<size_t>(q_rows) * sizeof(float));
+        std::memcpy(k, shared.k, static_cast<size_t>(kv_rows) * sizeof(float));
+        norm_and_rotate(a, a.q_norm, a.heads, q);
+        norm_and_rotate(a, a.k_norm, a.kv_heads, k);
+        const int64_t start = a.window ? larger(0, step.position + 1 - a.window) : 0, stop = step.position + 1;
+        const int64_t first_page = start / page_tokens, pages = step.position / page_tokens - first_page + 1;
+        const int64_t units = a.kv_heads * pages, queries = a.heads / a.kv_heads;
+        float* outs = shared.outs + thread * sizes.attended;
+        Partial* partials = shared.partials + thread * sizes.heads;
+        for (int64_t unit = first_of(units); unit < last_of(units); unit++) {
+            const int64_t head = unit / pages, page = first_page + unit % pages, query = head * queries;
+            if (unit == first_of(units) || unit % pages == 0) {
+                for (int64_t i = query; i < query + queries; i++) partials[i] = {-INFINITY, 0.0f};
+                std::memset(outs + query * a.head_dim, 0, static_cast<size_t>(queries * a.head_dim) * sizeof(float));
+            }
+            const int64_t* of_page = cache.pages + 4 * page;
+            if (page == step.position / page_tokens) {
+                const int64_t at = head * page_tokens + step.position % page_tokens;
+                write_cache(cache.code, of_page[0], of_page[2], at, k + head * a.head_dim, a.head_dim);
+                write_cache(cache.code, of_page[1], of_page[3], at, shared.v + head * a.head_dim, a.head_dim);
+            }
+            const int64_t begin = larger(start - page * page_tokens, 0);
+            const int64_t end = smaller(stop - page * page_tokens, page_tokens);
+            const auto attend = [&](auto which) {
+                attend_page<decltype(which)>(a, of_page, head, begin, end, q + query * a.head_dim, queries, scores,
+                                             partials + query, outs + query * a.head_dim);
+            };
+            if (cache.code == 0) attend(float());
+            if (cache.code == 1) attend(uint16_t());
+            if (cache.code == 2) attend(int8_t());
+        }
+        wait_for_all();
+
+        const int64_t o_first = first_of(q_rows), o_last = last_of(q_rows);
+        for (int64_t head = o_first / a.head_dim; head * a.head_dim < o_last; head++)
+            merge_head(a, head, units, pages, larger(o_first, head * a.head_dim),
+                       smaller(o_last, (head + 1) * a.head_dim));
+        add_rows(a.o.matrix, {nullptr, q_rows}, o_first, o_last, shared.attended, a.compute, sums, own_y(0));
+    }
+
+    // Elements [first, last) of what a head attended to, from the threads that had pages of it.
+    void merge_head(const Attention& a, int64_t head, int64_t units, int64_t pages, int64_t first, int64_t last) const {
+        const int64_t kv_head = head / (a.heads / a.kv_heads);
+        const auto had = [&](int64_t t) {
+            return units * t / team < (kv_head + 1) * pages && units * (t + 1) / team > kv_head * pages &&
+                   units * t / team < units * (t + 1) / team;
+        };
+        float peak = -INFINITY, sum = 0;
+        bool nan = false;
+        for (int64_t t = 0; t < team; t++) {
+            if (!had(t)) continue;
+            const float of_thread = shared.partials[t * sizes.heads + head].peak;
+            peak = of_thread > peak ? of_thread : peak;
+            nan = nan || of_thread != of_thread;
+        }
+        for (int64_t i = first; i < last; i++) shared.attended[i] = 0;
+        for (int64_t t = 0; t < team; t++) {
+            if (!had(t)) continue;
+            const Partial& partial = shared.partials[t * sizes.heads + head];
+            const float factor = nan ? NAN : exponential(partial.peak - peak);
+            sum += factor * partial.sum;
+            const float* outs = shared.outs + t * sizes.attended;
+            for (int64_t i = first; i < last; i++) shared.attended[i] += factor * outs[i];
+        }
+        for (int64_t i = first; i < last; i++) shared.attended[i] /= sum;
+    }
+
+    // The neurons that the predictor expects to be active among this thread's share of them -> the thread's list.
+    void predict(const Predictor& predictor, const float* from, Compute compute) const {
+        const Activations rows = prepared(predictor.fc1, from, compute, predictor_activations);
+        const int64_t width = predictor.fc1.rows, neurons = predictor.fc2.rows;
+        const int64_t first = first_of(width), last = last_of(width);
+        product_rows(predictor.fc1, {nullptr, width}, first, last, rows, shared.predicted);
+        activate(relu, shared.predicted + first, last - first);
+        wait_for_all();
+        const Activations hidden = prepared(predictor.fc2, shared.predicted, compute, predictor_activations);
+        linear({predictor.fc2, predictor.bias}, first_of(neurons), last_of(neurons), hidden, shared.gates);
+        int64_t count = 0;
+        int64_t* own = shared.lists + thread * sizes.neurons;
+        for (int64_t i = first_of(neurons); i < last_of(neurons); i++) {
+            own[count] = i;
+            count += !(shared.gates[i] <= 0);
+        }
+        shared.counts[8 * thread] = count;
+    }
+
+    // This thread's share of all the threads' lists -> `list`. Returns its length.
+    int64_t take_share() const {
+        int64_t all = 0;
+        for (int64_t t = 0; t < team; t++) all += shared.counts[8 * t];
+        const int64_t first = first_of(all), last = last_of(all);
+        int64_t start = 0, taken = 0;
+        for (int64_t t = 0; t < team; t++) {
+            const int64_t count = shared.counts[8 * t];
+            const int64_t from = larger(first - start, 0), to = smaller(last - start, count);
+            for (int64_t i = from; i < to; i++) list[taken++] = shared.lists[t * sizes.neurons + i];
+            start += count;
+        }
+        return taken;
+    }
+
+    void mlp(const Mlp& m, const float* from, int64_t* computed) const {
+        const int64_t neurons = m.up.matrix.rows, first = first_of(neurons), last = last_of(neurons);
+        const Linear& gate = m.gate.matrix.codes ? m.gate : m.up;
+        const bool gated = m.gate.matrix.codes != nullptr, rule = m.rule && step.rules;
+        float *gates = shared.gates, *ups = shared.ups;
+        const auto active = [&](float value) {
+            return m.threshold > 0 ? !((value < 0 ? -value : value) < m.threshold) : value != 0;
+        };
+        if (!rule) {
+            const Activations rows = prepared(gate.matrix, from, m.compute, activations);
+            linear(gate, first, last, rows, gates);
+            activate(m.activation, gates + first, last - first);
+            if (gated) {
+                linear(m.up, first, last, rows, ups);
+                for (int64_t i = first; i < last; i++) gates[i] *= ups[i];
+            }
+            add_rows(m.down.matrix, {nullptr, neurons}, first, last, gates, m.compute, sums, own_y(1));
+            if (computed) __atomic_fetch_add(computed, last - first, __ATOMIC_RELAXED);
+            return;
+        }
+        const bool predicted = m.predictor.fc1.codes != nullptr;
+        float *gate_values = values, *up_values = values + sizes.neurons;
+        int64_t count = 0;
+        if (predicted) {
+            predict(m.predictor, from, m.compute);
+            wait_for_all();
+            const Activations rows = prepared(gate.matrix, from, m.compute, activations);
+            const int64_t candidates = take_share();
+            linear(gate, list, candidates, rows, gate_values);
+            activate(m.activation, gate_values, candidates);
+            for (int64_t i = 0; i < candidates; i++) {
+                list[count] = list[i];
+                gate_values[count] = gate_values[i];
+                count += active(gate_values[i]);
+            }
+            if (gated) linear(m.up, list, count, rows, up_values);
+        } else {
+            const Activations rows = prepared(gate.matrix, from, m.compute, activations);
+            linear(gate, first, last, rows, gates);
+            activate(m.activation, gates + first, last - first);
+            int64_t own_count = 0;
+            int64_t* own = shared.lists + thread * sizes.neurons;
+            for (int64_t i = first; i < last; i++) {
+                own[own_count] = i;
+                own_count += active(gates[i]);
+            }
+            shared.counts[8 * thread] = own_count;
+            wait_for_all();
+            count = take_share();
+            for (int64_t i = 0; i < count; i++) gate_values[i] = gates[list[i]];
+            if (gated) linear(m.up, list, count, rows, up_values);
+        }
+        if (gated) {
+            for (int64_t i = 0; i < count; i++) gate_values[i] *= up_values[i];
+        }
+        add_rows(m.down.matrix, {list, count}, 0, count, gate_values, m.compute, sums, own_y(1));
+        if (computed) __atomic_fetch_add(computed, count, __ATOMIC_RELAXED);
+    }
+
+    const float* norm(const float* weight, float epsilon, const float* from, float* to) const {
+        if (!weight) return from;
+        rms_norm(from, weight, epsilon, step.hidden, to);
+        return to;
+    }
+    void add_block(int block, const float* bias, const float* weight, float epsilon) const {
+        merge(block, bias, part);
+        norm(weight, epsilon, part, part);
+        for (int64_t c = 0; c < step.hidden; c++) x[c] += part[c];
+    }
+
+    void run() const {
+        std::memcpy(x, step.input, static_cast<size_t>(step.hidden) * sizeof(float));
+        for (int64_t i = 0; i < step.layer_count; i++) {
+            const Layer& layer = *step.layers[i];
+            const Attention& a = layer.attention;
+            const Mlp& m = layer.mlp;
+            if (a.q.matrix.codes) {
+                attention(a, step.caches[i], norm(layer.norms[0], layer.epsilon, x, normed));
+                wait_for_all();
+                if (!step.whole_layers) return output(0, a.o.bias);
+                add_block(0, a.o.bias, layer.norms[1], layer.epsilon);
+            }
+            mlp(m, norm(layer.norms[2], layer.epsilon, x, normed), step.computed ? step.computed + i : nullptr);
+            wait_for_all();
+            if (!step.whole_layers) return output(1, m.down.bias);
+            add_block(1, m.down.bias, layer.norms[3], layer.epsilon);
+        }
+        if (!step.head) {
+            if (thread == 0) std::memcpy(step.output, x, static_cast<size_t>(step.hidden) * sizeof(float));
+            return;
+        }
+        const Head& head = *step.head;
+        const Matrix& matrix = head.linear.matrix;
+        const float* states = norm(head.norm, head.epsilon, x, normed);
+        const Activations rows = prepared(matrix, states, head.compute, activations);
+        const int64_t first = first_of(matrix.rows), last = last_of(matrix.rows);
+        linear(head.linear, first, last, rows, step.logits);
+        if (head.softcap > 0) {
+            for (int64_t i = first; i < last; i++) step.logits[i] = capped(step.logits[i], head.softcap);
+        }
+    }
+    void output(int block, const float* bias) const {
+        if (thread == 0) merge(block, bias, step.output);
+    }
+};
+
+int64_t decode_bytes(const Step& step) {
+    const Sizes sizes(step);
+    Carver shared_carver{nullptr}, worker_carver{nullptr};
+    const Shared shared(&shared_carver, sizes, step.threads);
+    const Worker worker(&worker_carver, step, sizes, shared);
+    return shared_carver.used + step.threads * worker_carver.used;
+}
+
+void decode(const Step& step, char* memory) {
+    const Sizes sizes(step);
+    Carver carver{memory};
+    const Shared shared(&carver, sizes, step.threads);
+    *shared.arrived = *shared.phase = *shared.sleeping = 0;
+    Carver counter{nullptr};
+    const Worker counted(&counter, step, sizes, shared);
+#pragma omp parallel num_threads(step.threads)
+    {
+        Carver own{memory + carver.used + thread_number() * counter.used};
+        Worker worker(&own, step, sizes, shared);
+        worker.thread = thread_number();
+        worker.team = team_size();
+        worker.run();
+    }
+}
+
+int64_t active_neurons(const Predictor& predictor, const float* x, Compute compute, int64_t* index, int threads) {
+    Layer layer = {};
+    layer.mlp.predictor = predictor;
+    layer.mlp.up.matrix.rows = predictor.fc2.rows;
+    const Layer* layers[] = {&layer};
+    Step step = {};
+    step.layers = layers;
+    step.layer_count = 1;
+    step.hidden = predictor.fc1.cols;
+    step.threads = useful_threads(threads, predictor.fc2.rows * predictor.fc2.cols);
+    Buffer<char> memory(decode_bytes(step));
+    const Sizes sizes(step);
+    Carver carver{memory.data};
+    const Shared shared(&carver, sizes, step.threads);
+    *shared.arrived = *shared.phase = *shared.sleeping = 0;
+    Carver counter{nullptr};
+    const Worker counted(&counter, step, sizes, shared);
+    int64_t team = 1;
+#pragma omp parallel num_threads(step.threads)
+    {
+        Carver own{memory.data + carver.used + thread_number() * counter.used};
+        Worker worker(&own, step, sizes, shared);
+        worker.thread = thread_number();
+        worker.team = team_size();
+        if (worker.thread == 0) team = worker.team;
+        worker.predict(predictor, x, compute);
+    }
+    int64_t count = 0;
+    for (int64_t t = 0; t < team; t++) {
+        std::memcpy(index + count, shared.lists + t * sizes.neurons,
+                    static_cast<size_t>(shared.counts[8 * t]) * sizeof(int64_t));
+        count += shared.counts[8 * t];
+    }
+    return count;
+}
+
+}  // namespace
+}  // namespace hf_sparse
