@@ -17,7 +17,7 @@ from hf_sparse.modeling import HybridBlock, Placement, Tier, WeightFormat, famil
 
 from .calibration import calibrate
 from .checkpoint import open_checkpoint
-from .config import SparseConfig, WeightOnlyQuantConfig
+from .config import CACHE_DTYPES, SparseConfig, WeightOnlyQuantConfig
 from .gguf_header import read_gguf_header
 from .hardware import find_tiers
 from .log import logger, show_progress_messages
@@ -64,6 +64,7 @@ class SparseAutoModelForCausalLM:
         trust_remote_code: bool | None = None,
         device_map: Any = None,
         output_loading_info: bool = False,
+        cache_dtype: str | None = None,
         **kwargs: Any,
     ) -> Any:
         """Loads a checkpoint, quantizes it tensor by tensor, calibrates on first load, and places every neuron.
@@ -78,6 +79,7 @@ class SparseAutoModelForCausalLM:
             plan: a folder with a `PlacementPlan` to use instead of looking for one.
             tiers: explicit `Tier`s instead of the devices found, the CPU last; a second CPU tier rehearses a GPU.
             gguf_file: name of a GGUF file in the directory or repository.
+            cache_dtype: "int8", "bf16" or "fp32": what keys and values are cached in; None: the model's dtype.
             device_map: "auto", "cpu" or None are understood; placement is the plan's.
             max_perplexity_increase, calibration_texts, calibration_tokens, calibration_seed: see `SparseConfig`.
             low_cpu_mem_usage, weights_only: accepted, for they are always so: weights are streamed, never unpickled.
@@ -105,6 +107,10 @@ class SparseAutoModelForCausalLM:
         for always_so in ALWAYS_SO:
             kwargs.pop(always_so, None)
         _check_device_map(device_map)
+        if cache_dtype not in (None, *CACHE_DTYPES):
+            raise ValueError(
+                f"cache_dtype: got {cache_dtype!r}, allowed are None, {', '.join(map(repr, CACHE_DTYPES))}"
+            )
         if kwargs.pop("use_safetensors", True) is False:
             raise ValueError(
                 "use_safetensors: False asks for pickled weights, which hf_sparse never reads; "
@@ -120,13 +126,14 @@ class SparseAutoModelForCausalLM:
         if dtype in (None, "auto") and dtype_of_config is None:
             take_dtype_of(checkpoint, model)
         swap_blocks(model, _weight_format(quantization))
-        info = load_weights(model, checkpoint)
+        info = load_weights(model, checkpoint, _head_format(quantization))
         if quantization is not None:
             model.config.quantization_config = quantization
         _load_generation_config(model, name, gguf_file, hub)
 
         sparse = as_sparse(model)
         sparse.eval()
+        sparse.cache_dtype = None if cache_dtype is None else CACHE_DTYPES[cache_dtype]
         sparse.place(_everything_on_the_cpu(sparse))
         key = PlanKey(
             model_fingerprint(checkpoint, model.config),
@@ -221,6 +228,12 @@ def _weight_format(quantization: WeightOnlyQuantConfig | None) -> WeightFormat:
     if quantization is None:
         return WeightFormat()
     return WeightFormat(quantization.weight_dtype, quantization.group_size, quantization.compute_dtype)
+
+
+def _head_format(quantization: WeightOnlyQuantConfig | None) -> WeightFormat | None:
+    if quantization is None or quantization.head_dtype is None:
+        return None
+    return WeightFormat(quantization.head_dtype, quantization.group_size, quantization.compute_dtype)
 
 
 def _load_generation_config(model: PreTrainedModel, name: str, gguf_file: str | None, hub: dict[str, Any]) -> None:

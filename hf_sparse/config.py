@@ -19,7 +19,8 @@ from hf_sparse.modeling.neurons import Tier
 
 from .log import warn_once
 
-WEIGHT_DTYPES = ("nf4", "fp4", "int4", "int8")
+WEIGHT_DTYPES = ("nf4", "fp4", "int4", "int4_asym", "int8")
+CACHE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "int8": torch.int8}
 COMPUTE_DTYPES = ("int8", "bf16", "fp32")
 GROUP_SIZES = (32, 64, 128)
 FORMAT_VERSION = 1
@@ -69,9 +70,10 @@ def _require_one_of(name: str, value: object, allowed: Sequence[object]) -> None
 class WeightOnlyQuantConfig(QuantizationConfigMixin):
     """How the weights of the hybrid blocks are stored and multiplied.
 
-    `weight_dtype`: "nf4", "fp4", "int4" or "int8". `compute_dtype`: what activations are rounded to for the products,
-    "int8", "bf16" or "fp32". `group_size`: neighbouring weights that share one scale, 32, 64 or 128. Raises
-    ValueError on any other value.
+    `weight_dtype`: "nf4", "fp4", "int4", "int4_asym" (with an offset per group) or "int8". `compute_dtype`: what
+    activations are rounded to for the products: "int8" (two signed bytes per activation while decoding, bfloat16 for
+    prompts), "bf16" or "fp32" (not at all). `group_size`: neighbouring weights that share one scale, 32, 64 or 128.
+    `head_dtype`: the same for the language modeling head; None leaves it as it is. Raises ValueError on any other value.
 
     Saved as "quantization_config" of a model's config.json.
     """
@@ -80,8 +82,10 @@ class WeightOnlyQuantConfig(QuantizationConfigMixin):
     weight_dtype: str = "nf4"
     compute_dtype: str = "fp32"
     group_size: int = 64
+    head_dtype: str | None = "int8"
 
     def __post_init__(self) -> None:
+        _require_one_of("head_dtype", self.head_dtype, (None, *WEIGHT_DTYPES))
         _require_one_of("weight_dtype", self.weight_dtype, WEIGHT_DTYPES)
         _require_one_of("compute_dtype", self.compute_dtype, COMPUTE_DTYPES)
         _require_one_of("group_size", self.group_size, GROUP_SIZES)
@@ -105,7 +109,7 @@ class WeightOnlyQuantConfig(QuantizationConfigMixin):
             raise ValueError(
                 f"format_version: got {version!r}, this hf_sparse reads 1 to {FORMAT_VERSION}; try a newer one"
             )
-        fields = ("weight_dtype", "compute_dtype", "group_size")
+        fields = ("weight_dtype", "compute_dtype", "group_size", "head_dtype")
         if unknown := sorted(set(options) - set(fields)):
             raise ValueError(f"quantization_config: got unknown keys {unknown}, allowed are {list(fields)}")
         unused = {key: value for key, value in kwargs.items() if key not in fields}

@@ -9,30 +9,50 @@ import json
 import os
 import re
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_sparse.modeling import (
     BlockId,
+    Engine,
     HybridBlock,
     HybridMLP,
+    NotUsual,
+    PackedHead,
+    PagedCacheLayer,
     Placement,
     Predictor,
     SkipRule,
+    engine_of,
     hybrid_blocks,
     note_forward,
+    skipping_mode,
+    use_pages,
 )
 
 from .checkpoint import Checkpoint, open_checkpoint
-from .log import warn_once
+from .log import logger, warn_once
 from .plan import PlacementPlan
 from .report import PlacementSummary, summarize_placement
 
 PLAN_FOLDER = "hf_sparse_plan"
+# Arguments of forward() with which a decode step may be computed natively: any value, and those listed.
+STEP_ARGUMENTS = {"input_ids", "attention_mask", "position_ids", "cache", "past_key_values", "return_dict"}
+STEP_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "use_cache": (None, True),
+    "logits_to_keep": (None, 0, 1),
+    "inputs_embeds": (None,),
+    "labels": (None,),
+    "output_attentions": (None, False),
+    "output_hidden_states": (None, False),
+}
 PUSH_ARGUMENTS = (
     "repo_id",
     "commit_message",
@@ -50,6 +70,9 @@ class SparseMixin(PreTrainedModel, GenerationMixin):
 
     plan: PlacementPlan
     placement: Placement
+    cache_dtype: torch.dtype | None = None  # of keys and values in generate(); None: the model's
+    _engine: Engine | None = None
+    _engine_tried = False
     plan_directory: Path | None  # where the plan is kept; None where it could not be written
 
     def use_plan(self, plan: PlacementPlan, device: torch.device) -> None:
@@ -61,6 +84,7 @@ class SparseMixin(PreTrainedModel, GenerationMixin):
                 block.predictor = None if tensors is None else Predictor.from_tensors(tensors, device)
                 block.reset_counters()
         self.plan = plan
+        self._engine_tried = False
 
     def place(self, placement: Placement) -> None:
         """Moves every neuron to its tier, and what is not a neuron to the primary one."""
@@ -68,6 +92,68 @@ class SparseMixin(PreTrainedModel, GenerationMixin):
         for block in hybrid_blocks(self):
             block.place(placement.tiers, placement.assignment[block.id])
         self.placement = placement
+        self._engine_tried = False
+
+    # Decoding natively
+
+    def engine(self) -> Engine | None:
+        """What decodes one token in one native call; None where the model is left to transformers' own modules."""
+        if self._engine_tried and self._engine is not None and not self._engine.fits():
+            self._engine_tried = False
+        if not self._engine_tried:
+            self._engine, self._engine_tried = None, True
+            try:
+                self._engine = engine_of(self)
+            except NotUsual as reason:
+                logger.info("Decoding goes through transformers' modules: %s", reason)
+        return self._engine
+
+    def _native_logits(
+        self,
+        input_ids: Tensor | None,
+        cache: Any,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor | None:
+        """Logits float32 [1, vocabulary] of a decode step; None where it is none, or not one for native code."""
+        if input_ids is None or input_ids.shape != (1, 1) or not isinstance(cache, Cache) or self.training:
+            return None
+        seen = cache.get_seq_length()
+        if seen == 0 or (engine := self.engine()) is None or engine.observed():
+            return None
+        if attention_mask is not None and not (
+            attention_mask.dim() == 2 and attention_mask.shape[1] == seen + 1 and bool(attention_mask.all())
+        ):
+            return None
+        if position_ids is not None and not (position_ids.shape == (1, 1) and int(position_ids) == seen):
+            return None
+        if not isinstance(cache.layers[0], PagedCacheLayer) and not use_pages(
+            cache, self.config.num_hidden_layers, self.cache_dtype
+        ):
+            return None
+        return engine.logits(input_ids, cache, rules=skipping_mode() != "never")
+
+    def _native_step(self, *args: Any, **kwargs: Any) -> CausalLMOutputWithPast | None:
+        """The output of `forward` for a decode step; None where the family's own `forward` is to compute it."""
+        cache = kwargs.get("cache", kwargs.get("past_key_values"))
+        if args or cache is None or any(kwargs.get(name) not in allowed for name, allowed in STEP_OPTIONS.items()):
+            return None
+        if kwargs.keys() - STEP_ARGUMENTS - STEP_OPTIONS.keys() or self.config.output_hidden_states:
+            return None
+        if self.config.output_attentions or kwargs.get("return_dict", self.config.return_dict) is False:
+            return None
+        names = ("input_ids", "attention_mask", "position_ids")
+        inputs = {name: kwargs.get(name) for name in names}
+        logits = self._native_logits(cache=cache, **inputs)
+        return None if logits is None else CausalLMOutputWithPast(logits=logits[None].to(self.dtype), cache=cache)
+
+    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:
+        made_here = model_kwargs.get("cache") is None
+        result = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
+        cache = model_kwargs.get("cache")
+        if made_here and isinstance(cache, Cache) and (self.cache_dtype is not None or self.engine() is not None):
+            use_pages(cache, self.config.num_hidden_layers, self.cache_dtype)
+        return result
 
     def resident_bytes(self) -> int:
         """Bytes that lie on the primary tier whatever the placement: embeddings, norms, lm_head, output biases,
@@ -75,6 +161,9 @@ class SparseMixin(PreTrainedModel, GenerationMixin):
         """
         tensors: dict[int, Tensor] = {}
         predictors = 0
+        head = self.get_output_embeddings()
+        if isinstance(head, PackedHead):
+            tensors.update({id(tensor): tensor for tensor in head.matrix.tensors().values()})
         for module in self.modules():
             own = [*module._parameters.values(), *module._buffers.values()]
             if isinstance(module, HybridBlock):
@@ -106,12 +195,14 @@ class SparseMixin(PreTrainedModel, GenerationMixin):
         state = {
             name: tensor
             for name, tensor in self.state_dict().items()
-            if name.rpartition(".")[2] not in ("codes", "scales")
+            if name.rpartition(".")[2] not in ("codes", "scales", "offsets")
         }
         for path, block in self.named_modules():
             if isinstance(block, HybridBlock):
                 layer = path.removesuffix(block.path)
                 state.update({layer + name: weight.to(self.dtype) for name, weight in block.dequantize().items()})
+            if isinstance(block, PackedHead):
+                state[f"{path}.weight"] = block.matrix.dequantize().to(self.dtype)
         return state
 
     def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -201,7 +292,8 @@ class SparseMixin(PreTrainedModel, GenerationMixin):
         return self.resident_bytes() + sum(shard.nbytes for block in hybrid_blocks(self) for shard in block.shards)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _bare_model, (type(self).__mro__[2],), self.__dict__
+        state = {**self.__dict__, "_engine": None, "_engine_tried": False}  # addresses mean nothing elsewhere
+        return _bare_model, (type(self).__mro__[2],), state
 
 
 def note_forward_pass(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -216,7 +308,20 @@ def note_forward_pass(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
 @functools.cache
 def sparse_class(cls: type[PreTrainedModel]) -> type[SparseMixin]:
     """`cls` with the mixin in front; name and module stay, pipelines and `architectures` go by them."""
-    return type(cls.__name__, (SparseMixin, cls), {"__module__": cls.__module__, "_can_compile_fullgraph": False})
+    return type(
+        cls.__name__,
+        (SparseMixin, cls),
+        {"__module__": cls.__module__, "_can_compile_fullgraph": False, "forward": _with_native_steps(cls.forward)},
+    )
+
+
+def _with_native_steps(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)  # generate() and others read its signature
+    def with_native_steps(self: SparseMixin, *args: Any, **kwargs: Any) -> Any:
+        step = self._native_step(*args, **kwargs)
+        return forward(self, *args, **kwargs) if step is None else step
+
+    return with_native_steps
 
 
 def _bare_model(cls: type[PreTrainedModel]) -> SparseMixin:

@@ -17,11 +17,14 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, apply_renamings
 from transformers.utils import logging as transformers_logging
 
-from hf_sparse.modeling import HybridBlock
+from hf_sparse.modeling import HybridBlock, PackedHead, WeightFormat
 
 from .checkpoint import Checkpoint
 from .log import logger
 
+PACKED_LEAVES = ("codes", "scales", "offsets")
+HEAD_ERRORS = {"int8": 0.01}  # relative to the weights; a head that packing would change more stays as it is
+HEAD_ERROR = 0.15  # of 4-bit formats
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -61,8 +64,11 @@ def take_dtype_of(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
         model.config.dtype = dtype
 
 
-def load_weights(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Streams every tensor of the checkpoint to its block or parameter. Returns transformers' loading info."""
+def load_weights(model: PreTrainedModel, checkpoint: Checkpoint, head: WeightFormat | None = None) -> dict[str, Any]:
+    """Streams every tensor of the checkpoint to its block or parameter. Returns transformers' loading info. `head`: how
+    the language modeling head is stored; None: as it comes.
+    """
+    packer = _HeadPacker(model, checkpoint, head)
     slots = _slots(model)
     prefix = f"{model.base_model_prefix}."
     legacy_names = [t for t in get_model_conversion_mapping(model) if isinstance(t, WeightRenaming)]
@@ -87,14 +93,17 @@ def load_weights(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, An
         for name, slot in bar:
             owner, local = slots[slot]
             tensor = checkpoint.tensor(name)
-            packed = local.rpartition(".")[2] in ("codes", "scales")
+            packed = local.rpartition(".")[2] in PACKED_LEAVES
             if not (packed or tensor.is_floating_point()):
                 raise ValueError(f"{name}: expected floating numbers, got {tensor.dtype}, and no quantization_config")
             try:
                 if isinstance(owner, HybridBlock):
                     owner.load(local, tensor if packed else tensor.to(model.dtype))
+                elif isinstance(owner, PackedHead) and packed:
+                    owner.load(local, tensor)
                 else:
                     _set_parameter(owner, local, slot, tensor)
+                    packer.see(slot)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from error
             del tensor
@@ -103,6 +112,7 @@ def load_weights(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, An
     model.tie_weights(
         missing_keys={name for name in absent if not isinstance(slots[name][0], HybridBlock)}, recompute_mapping=False
     )
+    packer.pack_tied()
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
@@ -115,6 +125,45 @@ def load_weights(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, An
             _some(unexpected),
         )
     return {"missing_keys": set(), "unexpected_keys": set(unexpected), "mismatched_keys": set(), "error_msgs": []}
+
+
+class _HeadPacker:
+    """Packs the language modeling head as soon as its weight has come, so that both never lie in memory for long."""
+
+    def __init__(self, model: PreTrainedModel, checkpoint: Checkpoint, form: WeightFormat | None) -> None:
+        self._model, self._form = model, form
+        linear = model.get_output_embeddings()
+        self._path = next((path for path, module in model.named_modules() if module is linear), None)
+        if form is None or type(linear) is not nn.Linear or self._path is None:
+            self._form = None
+        elif f"{self._path}.codes" in set(checkpoint.names()):
+            model.set_submodule(self._path, PackedHead(linear, form, tied=False))
+            self._form = None
+
+    def see(self, slot: str) -> None:
+        if self._form is not None and slot == f"{self._path}.weight" and slot not in self._model.all_tied_weights_keys:
+            self._pack(tied=False)
+
+    def pack_tied(self) -> None:
+        if self._form is not None:
+            self._pack(tied=True)
+
+    def _pack(self, tied: bool) -> None:
+        assert self._form is not None and self._path is not None
+        linear: Any = self._model.get_output_embeddings()
+        head = PackedHead(linear, self._form, tied)
+        error, bound = head.pack(linear.weight), HEAD_ERRORS.get(str(self._form.weight_dtype), HEAD_ERROR)
+        if error <= bound:
+            self._model.set_submodule(self._path, head)
+        else:
+            logger.warning(
+                "%s in %s would be %.1f%% off (at most %.0f%% are allowed): it stays unpacked.",
+                self._path,
+                self._form.weight_dtype,
+                100 * error,
+                100 * bound,
+            )
+        self._form = None
 
 
 @functools.cache
@@ -138,6 +187,8 @@ def _slots(model: PreTrainedModel) -> dict[str, tuple[nn.Module, str]]:
                 slots.update(
                     {f"{layer}{module.prefix}{name}": (module, name) for name in module.expected_tensors(quantized)}
                 )
+        if isinstance(module, PackedHead):
+            slots.update({f"{path}.{leaf}": (module, leaf) for leaf in module.form.packed_leaves})
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 slots[f"{path}.{name}" if path else name] = (module, name)
@@ -152,9 +203,9 @@ def _missing(model: PreTrainedModel, slots: Mapping[str, tuple[nn.Module, str]],
     missing = []
     for name, (owner, local) in slots.items():
         base, _, leaf = name.rpartition(".")
-        if isinstance(owner, HybridBlock) and leaf in ("codes", "scales", "weight"):
+        if isinstance(owner, HybridBlock) and leaf in (*PACKED_LEAVES, "weight"):
             # a projection comes as a weight, or as codes and scales: of what it comes as, everything must be there
-            packed = bool({f"{base}.codes", f"{base}.scales"} & found)
+            packed = any(f"{base}.{part}" in found for part in PACKED_LEAVES)
             needed = (leaf != "weight") == packed
         else:
             needed = local not in owner._buffers

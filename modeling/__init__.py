@@ -6,19 +6,26 @@ if __name__ != "hf_sparse.modeling":  # a second name would make a second copy o
 from .attention import HybridAttention
 from .block import HybridBlock
 from .cache import TieredCacheLayer
-from .families import FAMILIES, family_of, has_exact_zeros, hybrid_blocks, swap_blocks
+from .engine import Engine, NotUsual
+from .families import FAMILIES, engine_of, family_of, has_exact_zeros, hybrid_blocks, swap_blocks
+from .head import PackedHead
 from .mlp import HybridMLP
 from .neurons import BlockId, BlockKind, Placement, Tier, WeightFormat
+from .paged_cache import PagedCacheLayer, use_pages
 from .predictor import Predictor
-from .rules import Skipping, SkipRule, gives_exact_zeros, note_forward, rules_apply, skipping
+from .rules import Skipping, SkipRule, gives_exact_zeros, note_forward, rules_apply, skipping, skipping_mode
 
 __all__ = [
     "FAMILIES",
     "BlockId",
     "BlockKind",
+    "Engine",
     "HybridAttention",
     "HybridBlock",
     "HybridMLP",
+    "NotUsual",
+    "PackedHead",
+    "PagedCacheLayer",
     "Placement",
     "Predictor",
     "SkipRule",
@@ -26,6 +33,7 @@ __all__ = [
     "Tier",
     "TieredCacheLayer",
     "WeightFormat",
+    "engine_of",
     "family_of",
     "gives_exact_zeros",
     "has_exact_zeros",
@@ -33,5 +41,7 @@ __all__ = [
     "note_forward",
     "rules_apply",
     "skipping",
+    "skipping_mode",
     "swap_blocks",
+    "use_pages",
 ]

@@ -95,7 +95,7 @@ class HybridBlock(nn.Module):
     # Loading: names are relative to the block, "gate_proj.weight", or "gate_proj.codes" and ".scales" of a saved model.
 
     def expected_tensors(self, quantized: bool) -> list[str]:
-        leaves = ("codes", "scales") if quantized else ("weight",)
+        leaves = self.weights.packed_leaves if quantized else ("weight",)
         return [
             f"{p.name}.{leaf}" for p in self.projections.values() for leaf in (*leaves, *(("bias",) if p.bias else ()))
         ]
@@ -120,7 +120,7 @@ class HybridBlock(nn.Module):
             self._biases[projection_name] = tensor.clone()
         else:
             self._packed[name] = tensor
-            names = {leaf: f"{projection_name}.{leaf}" for leaf in ("codes", "scales")}
+            names = {leaf: f"{projection_name}.{leaf}" for leaf in self.weights.packed_leaves}
             if all(part in self._packed for part in names.values()):
                 parts = {leaf: self._packed.pop(part) for leaf, part in names.items()}
                 form = self.weights

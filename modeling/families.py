@@ -7,13 +7,14 @@ fused.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from .attention import HybridAttention
 from .block import BlockSpec, HybridBlock, Projection
+from .engine import Engine, LayerNames, NotUsual
 from .mlp import HybridMLP, MLPNames
 from .neurons import BlockId, WeightFormat
 from .rules import gives_exact_zeros
@@ -44,11 +45,14 @@ class Family:
     attention: AttentionNames
     mlp: str | None
     mlp_names: MLPNames
+    decoding: LayerNames | None = None  # None: the decoder layer is not one that native code knows
 
 
 _ATTENTION = AttentionNames("self_attn")
 _GATED = MLPNames(gate="gate_proj", up="up_proj", down="down_proj", activation="act_fn")
-_LLAMA = Family("model.layers", _ATTENTION, "mlp", _GATED)
+_LLAMA = Family("model.layers", _ATTENTION, "mlp", _GATED, LayerNames())
+_SANDWICH = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+_AFTER = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 
 
 def _h_to_4h(activation: str) -> MLPNames:
@@ -59,16 +63,21 @@ FAMILIES: dict[str, Family] = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
     "qwen2": _LLAMA,
-    "qwen3": _LLAMA,
-    "gemma2": _LLAMA,
-    "gemma3_text": _LLAMA,
+    "qwen3": replace(_LLAMA, decoding=LayerNames(head_norms="head")),
+    "gemma2": replace(_LLAMA, decoding=LayerNames(_SANDWICH, one_plus=True)),
+    "gemma3_text": replace(_LLAMA, decoding=LayerNames(_SANDWICH, one_plus=True, head_norms="head")),
     "smollm3": _LLAMA,
-    "olmo2": Family("model.layers", AttentionNames("self_attn", splittable=False), "mlp", _GATED),
+    "olmo2": replace(
+        _LLAMA,
+        attention=AttentionNames("self_attn", splittable=False),
+        decoding=LayerNames(_AFTER, head_norms="all"),
+    ),
     "phi3": Family(
         "model.layers",
         AttentionNames("self_attn", ("qkv_proj",), separate_segments=True),
         "mlp",
         MLPNames(up="gate_up_proj", down="down_proj", activation="activation_fn", fused=True),
+        LayerNames(),
     ),
     "nemotron": Family(
         "model.layers", _ATTENTION, "mlp", MLPNames(up="up_proj", down="down_proj", activation="act_fn")
@@ -124,6 +133,14 @@ def swap_blocks(model: nn.Module, weights: WeightFormat) -> dict[BlockId, Hybrid
             layer.set_submodule(block.path, block)
             blocks[block.id] = block
     return blocks
+
+
+def engine_of(model: nn.Module) -> Engine:
+    """What decodes `model`, whose blocks are hybrid and placed, natively. Raises NotUsual where nothing does."""
+    family = family_of(model.config.model_type)  # type: ignore[union-attr,arg-type]
+    if family.decoding is None:
+        raise NotUsual(f"decoder layers of {model.config.model_type} are left to transformers' modules")  # type: ignore[union-attr]
+    return Engine(model, family.layers, family.decoding)
 
 
 def hybrid_blocks(model: nn.Module) -> Iterator[HybridBlock]:

@@ -57,14 +57,17 @@ class HybridMLP(HybridBlock):
 
     def reset_counters(self) -> None:
         """Starts `active_fraction` anew."""
-        self._computed = self._offered = 0
+        if not hasattr(self, "counters"):
+            self.counters = torch.zeros(2, dtype=torch.int64)  # computed, offered; native code adds to it
+        self.counters.zero_()
 
     @property
     def active_fraction(self) -> float | None:
         """Share of neurons that were computed since the last reset, over the tokens to which rules applied; None before
         any.
         """
-        return self._computed / self._offered if self._offered else None
+        computed, offered = self.counters.tolist()
+        return computed / offered if offered else None
 
     def forward(self, hidden_states: Tensor, residual: Tensor | None = None) -> Tensor:
         """hidden_states [..., d_model] -> [..., d_model]; `residual` is added for families whose MLP does so itself
@@ -98,8 +101,7 @@ class HybridMLP(HybridBlock):
                 local = _union(kept)
                 index = local if index is None else index[local]
                 gate, kept = gate[:, local], kept[:, local]
-            self._offered += len(x) * len(shard.neurons)
-            self._computed += int(kept.sum())
+            self.counters += torch.tensor([int(kept.sum()), len(x) * len(shard.neurons)])
         hidden = gate if names.gate is None and not names.fused else gate * self._up(shard, x, index)
         if rule is not None:
             hidden = torch.where(kept, hidden, 0.0)

@@ -39,13 +39,18 @@ class BlockId:
 class WeightFormat:
     """How a block stores and multiplies its weights.
 
-    `weight_dtype`: "nf4", "fp4", "int4", "int8", or None for weights kept as they came. `group_size`: columns that
+    `weight_dtype`: "nf4", "fp4", "int4", "int4_asym", "int8", or None for weights kept as they came. `group_size`: columns that
     share a scale. `compute_dtype`: "int8", "bf16" or "fp32", see `hf_sparse.quantization.gathered_row_product`.
     """
 
     weight_dtype: str | None = None
     group_size: int = 64
     compute_dtype: str = "fp32"
+
+    @property
+    def packed_leaves(self) -> tuple[str, ...]:
+        """What a saved packed weight consists of."""
+        return ("codes", "scales", "offsets") if self.weight_dtype == "int4_asym" else ("codes", "scales")
 
 
 @dataclass(frozen=True)

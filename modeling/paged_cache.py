@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
+import operator
+from array import array
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -447,3 +449,42 @@ def use_pages(cache: Cache, layers: int, dtype: torch.dtype | None = None) -> bo
     cache.layers.extend(PagedCacheLayer(dtype) for _ in range(layers - len(cache.layers)))
     cache.layer_class_to_replicate = None
     return True
+
+
+class PageTables:
+    """The pages of all layers of a cache as native code takes them: int64 [layers, 2] in `array`, the address of each
+    layer's `table()` and its `code`. Made anew only where pages have changed.
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        self.layers: list[Any] = list(cache.layers)
+        self.array = array("q", [0] * (2 * len(self.layers)))
+        self._known: list[tuple[int, int, int] | None] = [None] * len(self.layers)  # versions, capacity
+        self._kept: list[Tensor | None] = [None] * len(self.layers)
+
+    def belongs_to(self, cache: Cache) -> bool:
+        return len(cache.layers) == len(self.layers) and all(map(operator.is_, cache.layers, self.layers))
+
+    def make_room(self, tokens: int, sizes: Sequence[tuple[int, int, int]]) -> bool:
+        """Whether every layer holds `tokens` tokens of `sizes` (batch, kv_heads, head_dim) in pages that native code
+        reads; makes room for one more in each.
+        """
+        for i, layer in enumerate(self.layers):
+            keys, values = layer._keys, layer._values
+            if keys is None or values is None or keys.tokens != tokens or values.tokens != tokens:
+                return False
+            known = self._known[i]
+            if known is None or known[0] != keys.version or known[1] != values.version or known[2] <= tokens:
+                if keys.sizes != sizes[i] or values.sizes != sizes[i] or keys.dtype == torch.float16:
+                    return False
+                layer.reserve(1)
+                table = self._kept[i] = layer.table()
+                self._known[i] = (keys.version, values.version, layer.capacity)
+                self.array[2 * i], self.array[2 * i + 1] = table.data_ptr(), layer.code
+        return True
+
+    def advance(self) -> None:
+        """Counts the token that native code has written to every layer."""
+        for layer in self.layers:
+            layer._keys.tokens += 1
+            layer._values.tokens += 1

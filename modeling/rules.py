@@ -72,6 +72,11 @@ def skipping(mode: Skipping) -> Iterator[None]:
         _skipping.reset(token)
 
 
+def skipping_mode() -> Skipping:
+    """What `skipping` says here and now."""
+    return _skipping.get()
+
+
 def note_forward(new_tokens: int, cached_tokens: int) -> None:
     """Called as a forward pass begins: one new token per row after others are cached is a decode step."""
     _decoding.set(new_tokens == 1 and cached_tokens > 0)

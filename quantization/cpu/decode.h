@@ -332,9 +332,9 @@ struct Worker {
                 for (int64_t i = first; i < last; i++) gates[i] *= ups[i];
             }
             add_rows(m.down.matrix, {nullptr, neurons}, first, last, gates, m.compute, sums, own_y(1));
-            if (computed) __atomic_fetch_add(computed, last - first, __ATOMIC_RELAXED);
             return;
         }
+        if (computed && thread == 0) computed[1] += neurons;
         const bool predicted = m.predictor.fc1.codes != nullptr;
         float *gate_values = values, *up_values = values + sizes.neurons;
         int64_t count = 0;
@@ -397,7 +397,7 @@ struct Worker {
                 if (!step.whole_layers) return output(0, a.o.bias);
                 add_block(0, a.o.bias, layer.norms[1], layer.epsilon);
             }
-            mlp(m, norm(layer.norms[2], layer.epsilon, x, normed), step.computed ? step.computed + i : nullptr);
+            mlp(m, norm(layer.norms[2], layer.epsilon, x, normed), step.computed ? step.computed + 2 * i : nullptr);
             wait_for_all();
             if (!step.whole_layers) return output(1, m.down.bias);
             add_block(1, m.down.bias, layer.norms[3], layer.epsilon);

@@ -117,7 +117,7 @@ struct Step {
     const float* sin[2];
     const CacheTable* caches;  // one per layer
     bool rules;
-    int64_t* computed;  // [layers]: neurons of the MLP that were computed; null: not asked for
+    int64_t* computed;  // [layers, 2]: where rules apply, neurons computed and offered are added; null: not asked for
     int threads;
 };
 

@@ -60,7 +60,16 @@ def indices(rows: int, generator: torch.Generator) -> list[Tensor | None]:
     return [None, torch.arange(0), torch.tensor([rows - 1]), some.to(torch.int32), torch.arange(rows)]
 
 
-def assert_product(actual: Tensor, left: Tensor, right: Tensor, chain: int, *, rounded: bool = False, summed: Tensor | None = None, also: float = 0) -> None:
+def assert_product(
+    actual: Tensor,
+    left: Tensor,
+    right: Tensor,
+    chain: int,
+    *,
+    rounded: bool = False,
+    summed: Tensor | None = None,
+    also: float = 0,
+) -> None:
     """`actual` is left @ right; `rounded` where weights and result pass through bfloat16. `summed`: magnitudes of what
     is summed where they are not those of `right`; `also`: an error beside that of the sum.
     """

@@ -1,0 +1,327 @@
+"""Decoding one token in one native call, where the family's decoder layer is the usual one: RMSNorm, attention with
+rotary positions, residual, RMSNorm, MLP, residual. transformers' own modules stay what it is compared with, and what
+runs wherever this does not apply.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from hf_sparse.quantization import NeuronMatrix, native
+
+from .attention import HybridAttention
+from .block import HybridBlock, Shard
+from .head import PackedHead
+from .mlp import HybridMLP
+from .paged_cache import PAGE_TOKENS, PagedCacheLayer, PageTables
+
+# What native code knows, in its order; a module is recognized by what it computes.
+ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (
+    F.silu,
+    F.gelu,
+    lambda x: F.gelu(x, approximate="tanh"),
+    F.relu,
+    lambda x: F.relu(x).square(),
+)
+STATIC_ROTATIONS = ("default", "linear", "llama3", "yarn")  # whose frequencies do not depend on the length
+
+
+@dataclass(frozen=True)
+class LayerNames:
+    """What a family calls the parts of a decoder layer that are not blocks. `norms`: before and after attention, before
+    and after the MLP; None where there is none. `one_plus`: norms multiply by 1 + weight (Gemma). `head_norms`: q and k
+    are normed, head by head ("head") or all at once ("all").
+    """
+
+    norms: tuple[str | None, str | None, str | None, str | None] = (
+        "input_layernorm",
+        None,
+        "post_attention_layernorm",
+        None,
+    )
+    one_plus: bool = False
+    head_norms: str | None = None
+
+
+class NotUsual(Exception):
+    """Why a model, or a step of it, is left to transformers' own modules."""
+
+
+class _Rotations:
+    """Cosines and sines of the positions so far, as the family's rotary embedding gives them, half a head wide."""
+
+    def __init__(self, rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
+        self._rotary = rotary
+        self._blocks: list[tuple[Tensor, Tensor]] = []
+
+    def half_width(self) -> int:
+        self.addresses(0)
+        return self._blocks[0][0].shape[1]
+
+    def addresses(self, position: int) -> tuple[int, int]:
+        block, row = divmod(position, PAGE_TOKENS)
+        while len(self._blocks) <= block:
+            start = len(self._blocks) * PAGE_TOKENS
+            positions = torch.arange(start, start + PAGE_TOKENS)[None]
+            with torch.no_grad():
+                cos, sin = self._rotary(torch.zeros(1, dtype=torch.float32), positions)
+            half = cos.shape[-1] // 2
+            self._blocks.append((cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()))
+        cos, sin = self._blocks[block]
+        offset = row * cos.shape[1] * 4
+        return cos.data_ptr() + offset, sin.data_ptr() + offset
+
+
+class Engine:
+    """The native counterpart of a model whose blocks all live on the CPU. Holds addresses of the model's weights:
+    `fits` says whether they still are what the model computes with.
+    """
+
+    def __init__(self, model: Any, layers_path: str, names: LayerNames) -> None:
+        """Raises NotUsual where the model cannot be decoded natively."""
+        if (level := native.level()) is None:
+            raise NotUsual("there are no kernels")
+        self._kernels = native.kernels()
+        self._kept: list[Any] = []  # what native code has addresses of
+        self._model, config = model, model.config
+        self._base = model.get_submodule(layers_path.rpartition(".")[0])
+        layers: list[Any] = list(model.get_submodule(layers_path))
+        self._blocks: list[tuple[HybridAttention, HybridMLP]] = []
+        self._sizes: list[tuple[int, int, int]] = []
+        self._counts = torch.zeros(len(layers), 2, dtype=torch.int64)
+        self._decoder = self._kernels.Decoder(level, config.hidden_size)
+        self._rotations = self._make_rotations(config)
+        for number, layer in enumerate(layers):
+            blocks = [module for module in layer.modules() if isinstance(module, HybridBlock)]
+            attention = next(b for b in blocks if isinstance(b, HybridAttention))
+            mlp = next(b for b in blocks if isinstance(b, HybridMLP))
+            self._decoder.add(self._layer(number, layer, attention, mlp, names))
+            self._blocks.append((attention, mlp))
+            self._counts[number] = mlp.counters
+            mlp.counters = self._counts[number]
+        self._vocabulary = self._make_head(config, names)
+        self._state = self._current_state()
+        self._rotation_array = array("q", [0] * 4)
+        self._tables: PageTables | None = None
+        self._hooks = [
+            hooks
+            for module in model.modules()
+            if module is not model and module is not model.base_model  # these are called as ever
+            for hooks in (module._forward_hooks, module._forward_pre_hooks)
+        ]
+
+    # Building
+
+    def _address(self, tensor: Tensor | None, plus: float = 0.0) -> int:
+        """Of a float32 copy that lives as long as this does."""
+        if tensor is None:
+            return 0
+        if tensor.device.type != "cpu":
+            raise NotUsual("a weight is not on the CPU")
+        copy = tensor.detach().to(torch.float32, copy=True).contiguous() + plus
+        self._kept.append(copy)
+        return copy.data_ptr()
+
+    def _matrix(self, matrix: NeuronMatrix) -> Any:
+        found = matrix.native()
+        if found is None:
+            raise NotUsual(f"weights are {matrix.dtype} on {matrix.device}")
+        self._kept.append(matrix)
+        return found.handle
+
+    def _linear(self, matrix: NeuronMatrix, bias: Tensor | None) -> Any:
+        return self._kernels.Linear(self._matrix(matrix), self._address(bias))
+
+    def _norm(self, owner: Any, name: str | None, one_plus: bool) -> int:
+        return 0 if name is None else self._address(owner.get_submodule(name).weight, 1.0 if one_plus else 0.0)
+
+    def _make_rotations(self, config: Any) -> list[tuple[str | None, _Rotations]]:
+        rotary = self._base.rotary_emb
+        kinds = getattr(rotary, "rope_type", "default")
+        by_layer = isinstance(kinds, dict)
+        for kind in kinds.values() if by_layer else (kinds,):
+            if kind not in STATIC_ROTATIONS:
+                raise NotUsual(f"rope_type {kind!r} depends on the length")
+        if not by_layer:
+            return [(None, _Rotations(rotary))]
+        types = sorted(set(config.layer_types))
+        if len(types) > 2:
+            raise NotUsual(f"{len(types)} kinds of rotations")
+        return [(kind, _Rotations(lambda x, at, kind=kind: rotary(x, at, kind))) for kind in types]  # type: ignore[misc]
+
+    def _layer(self, number: int, layer: Any, attention: HybridAttention, mlp: HybridMLP, names: LayerNames) -> Any:
+        made = self._kernels.Layer()
+        norms = [self._norm(layer, name, names.one_plus) for name in names.norms]
+        made.set_norms(*norms, _epsilon(layer.get_submodule(next(filter(None, names.norms)))))
+        made.attention = self._attention(number, layer, attention, names)
+        made.mlp = self.mlp(mlp, _only_shard(mlp))
+        return made
+
+    def _attention(self, number: int, layer: Any, block: HybridAttention, names: LayerNames) -> Any:
+        shard, config, module = _only_shard(block), self._model.config, block.modules_of_tiers[0]
+        heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, module.head_dim
+        widths = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
+        if "qkv_proj" in shard.matrices:
+            parts, start = [], 0
+            whole, bias = shard.matrices["qkv_proj"], shard.biases.get("qkv_proj")
+            for width in widths:
+                part = None if bias is None else bias[start : start + width]
+                parts.append(self._linear(whole.narrow(start, width), part))
+                start += width
+        else:
+            parts = [
+                self._linear(shard.matrices[name], shard.biases.get(name)) for name in ("q_proj", "k_proj", "v_proj")
+            ]
+        compute = native.COMPUTE_CODES[block.weights.compute_dtype]
+        out = self._linear(shard.matrices["o_proj"], block.output_bias)
+        made = self._kernels.Attention(*parts, out, heads, kv_heads, head_dim, module.scaling, compute)
+        if names.head_norms is not None:
+            q_norm, k_norm = (self._norm(module, name, names.one_plus) for name in ("q_norm", "k_norm"))
+            made.set_norms(q_norm, k_norm, names.head_norms == "all", _epsilon(module.get_submodule("q_norm")))
+        if getattr(module, "use_rope", True):
+            kinds = [kind for kind, _ in self._rotations]
+            which = 0 if kinds == [None] else kinds.index(config.layer_types[number])
+            made.set_rotation(which, 2 * self._rotations[which][1].half_width())
+        made.softcap = float(getattr(module, "attn_logit_softcapping", None) or 0.0)
+        made.window = _window(config, number)
+        self._sizes.append((1, kv_heads, head_dim))
+        return made
+
+    def mlp(self, block: HybridMLP, shard: Shard) -> Any:
+        """The structure for the neurons of one tier."""
+        names = block.names
+        activation = activation_code(block.activation)
+        if activation is None:
+            raise NotUsual(f"activation {type(block.activation).__name__}")
+        gate_name, count = names.gate, len(shard.neurons)
+        up, up_bias = shard.matrices[names.up], shard.biases.get(names.up)
+        gate: tuple[NeuronMatrix, Tensor | None] | None = None
+        if names.fused:
+            gate = up.narrow(0, count), None if up_bias is None else up_bias[:count]
+            up, up_bias = up.narrow(count, count), None if up_bias is None else up_bias[count:]
+        elif gate_name is not None:
+            gate = shard.matrices[gate_name], shard.biases.get(gate_name)
+        compute = native.COMPUTE_CODES[block.weights.compute_dtype]
+        down = self._linear(shard.matrices[names.down], block.output_bias)
+        made = self._kernels.Mlp(self._linear(up, up_bias), down, activation, compute)
+        if gate is not None:
+            made.gate = self._linear(*gate)
+        made.rule = block.rule.kind != "none"
+        made.threshold = block.rule.threshold if block.rule.kind == "magnitude" else 0.0
+        if made.rule and (predictor := block.predictor) is not None:
+            fc1, fc2 = self._matrix(predictor.fc1), self._matrix(predictor.fc2)
+            made.predictor = self._kernels.Predictor(fc1, fc2, self._address(predictor.bias))
+        return made
+
+    def _make_head(self, config: Any, names: LayerNames) -> int | None:
+        """Gives native code the final norm and the head. Returns the size of the vocabulary; None where the head is
+        left to its module.
+        """
+        head = self._model.get_output_embeddings()
+        if isinstance(head, PackedHead):
+            matrix, compute = head.matrix, head.compute_dtype
+        elif type(head) is nn.Linear and head.weight.dtype == torch.bfloat16:
+            weight = head.weight.detach()
+            matrix, compute = NeuronMatrix(None, 32, *weight.shape, weight=weight.contiguous()), "fp32"
+        else:
+            return None
+        linear = self._linear(matrix, head.bias)
+        norm, epsilon = self._norm(self._base, "norm", names.one_plus), _epsilon(self._base.norm)
+        cap = float(getattr(config, "final_logit_softcapping", None) or 0.0)
+        self._decoder.set_head(self._kernels.Head(norm, epsilon, linear, cap, native.COMPUTE_CODES[compute]))
+        return matrix.rows
+
+    # Whether it still applies
+
+    def _current_state(self) -> list[Any]:
+        state: list[Any] = [self._model.get_output_embeddings()]
+        for attention, mlp in self._blocks:
+            state += (attention.shards, mlp.shards, mlp.rule, mlp.predictor)
+        return state
+
+    def fits(self) -> bool:
+        """Whether the model's blocks are those that this was built from."""
+        return all(map(operator.is_, self._current_state(), self._state))
+
+    def observed(self) -> bool:
+        """Whether a calibration or a hook wants to see what modules compute."""
+        return any(self._hooks) or any(mlp.observer for _, mlp in self._blocks)
+
+    # Decoding
+
+    def logits(self, token: Tensor, cache: Cache, rules: bool) -> Tensor | None:
+        """Logits float32 [1, vocabulary] that follow `token`, int64 [1, 1], and its keys and values in `cache`, which
+        must consist of pages. None, and nothing is changed, where the cache is not one that native code writes to.
+        """
+        if self._tables is None or not self._tables.belongs_to(cache):
+            if not all(isinstance(layer, PagedCacheLayer) for layer in cache.layers):
+                return None
+            self._tables = PageTables(cache)
+        position = cache.get_seq_length()
+        if len(cache.layers) != len(self._blocks) or not self._tables.make_room(position, self._sizes):
+            return None
+        for i, (_, rotations) in enumerate(self._rotations):
+            self._rotation_array[2 * i], self._rotation_array[2 * i + 1] = rotations.addresses(position)
+        states = self._model.get_input_embeddings()(token).to(torch.float32).contiguous()
+        headless = self._vocabulary is None
+        out = torch.empty(1, states.shape[-1] if self._vocabulary is None else self._vocabulary)
+        self._decoder.run(
+            0,
+            len(self._blocks),
+            True,
+            states.data_ptr(),
+            out.data_ptr() if headless else 0,
+            0 if headless else out.data_ptr(),
+            position,
+            self._rotation_array.buffer_info()[0],
+            self._tables.array.buffer_info()[0],
+            rules,
+            self._counts.data_ptr(),
+            native.threads(),
+        )
+        self._tables.advance()
+        if not headless:
+            return out
+        logits = self._model.get_output_embeddings()(self._base.norm(out.to(self._model.dtype)))
+        if cap := getattr(self._model.config, "final_logit_softcapping", None):
+            logits = torch.tanh(logits / cap) * cap
+        return logits.to(torch.float32)
+
+
+def _only_shard(block: HybridBlock) -> Shard:
+    if len(block.shards) != 1 or block.shards[0].tier.device.type != "cpu":
+        raise NotUsual(f"block {block.id} is not on the CPU as a whole")
+    return block.shards[0]
+
+
+def _epsilon(norm: Any) -> float:
+    return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
+
+
+def _window(config: Any, layer: int) -> int:
+    """How many tokens a token of this layer sees; 0: all."""
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None)
+    return int(window) if window and (types is None or types[layer] == "sliding_attention") else 0
+
+
+@functools.cache
+def activation_code(activation: nn.Module) -> int | None:
+    """Its number in native code; None where it is none of those."""
+    probe = torch.linspace(-6, 6, 97)
+    with torch.no_grad():
+        values = activation(probe.clone())
+    codes = (
+        code for code, known in enumerate(ACTIVATIONS) if torch.allclose(values, known(probe), rtol=1e-6, atol=1e-6)
+    )
+    return next(codes, None)
