@@ -71,51 +71,38 @@ struct SumMemory {
 };
 
 // Rounds the factors a * scale of `count` rows, group by group, to 16 bits. False where one is not finite.
-template <Kind kind>
+template <Kind kind, typename Vectors>
 bool round_factors(const Matrix& matrix, const Selection& selection, int64_t first, int64_t count, const float* a,
                    const SumMemory& memory) {
     const int64_t groups = groups_of(matrix.cols, matrix.group_size), stride = SumMemory::stride_of(matrix);
-    float* scales = memory.scales;
-    for (int64_t g = 0; g < stride; g++) scales[g] = 0;
+    const int64_t padded = rounded_up(count, 8);
+    for (int64_t g = 0; g < stride; g++) {
+        memory.scales[g] = 0;
+        memory.constants[g] = 0;
+    }
     for (int64_t r = 0; r < count; r++) {
         const Row<kind> row(matrix, row_at(selection, first + r));
-        float* factors = memory.factors + r * stride;
-        const float of_row = a[first + r];
-        for (int64_t g = 0; g < groups; g++) {
-            const float factor = from_bf16(row.scales[g]) * of_row;
-            const float magnitude = from_bits(bits_of(factor) & 0x7fffffff);
-            factors[g] = factor;
-            scales[g] = magnitude > scales[g] ? magnitude : scales[g];
-        }
-        if ((bits_of(of_row) & 0x7fffffff) >= 0x7f800000) return false;
+        if ((bits_of(a[first + r]) & 0x7fffffff) >= 0x7f800000) return false;
+        for (int64_t g = 0; g < groups; g += 16)
+            Vectors::scale_factors(row.scales + g, a[first + r], groups - g, memory.factors + r * stride + g,
+                                   memory.scales + g);
     }
-    const int64_t padded = rounded_up(count, 8);
-    for (int64_t r = count; r < padded; r++) std::memset(memory.factors + r * stride, 0, sizeof(float) * static_cast<size_t>(groups));
-    bool finite = true;
-    for (int64_t g = 0; g < groups; g++) finite = finite && scales[g] < 3e38f;
-    if (!finite) return false;
-    for (int64_t g = 0; g < groups; g++) memory.constants[g] = 0;
-    for (int64_t quad = 0; quad < padded / 4; quad++) {
-        const float* f = memory.factors + 4 * quad * stride;
-        uint32_t *low = memory.low + quad * stride, *high = memory.high + quad * stride;
-        for (int64_t g = 0; g < groups; g++) {
-            const float inverse = scales[g] > smallest_scale * whole_limit ? whole_limit / scales[g] : 0.0f;
-            uint32_t lows = 0, highs = 0;
-            int32_t sum = 0;
-            for (int k = 0; k < 4; k++) {
-                const float shifted = f[k * stride + g] * inverse + 12582912.0f;  // its low bits are the whole number
-                const int32_t number = static_cast<int32_t>(bits_of(shifted)) - 0x4b400000;
-                const int32_t upper = (number + 128) >> 8;
-                highs |= (static_cast<uint32_t>(upper) & 255) << (8 * k);
-                lows |= (static_cast<uint32_t>(number) & 255) << (8 * k);
-                sum += number;
-            }
-            low[g] = lows;
-            high[g] = highs;
-            memory.constants[g] -= 128 * sum;
+    for (int64_t r = count; r < padded; r++)
+        std::memset(memory.factors + r * stride, 0, sizeof(float) * static_cast<size_t>(stride));
+    for (int64_t start = 0; start < groups; start += 16) {
+        float inverses[16];
+        for (int k = 0; k < 16; k++) {
+            const float largest = memory.scales[start + k];
+            if (!(largest < 3e38f)) return false;
+            inverses[k] = largest > smallest_scale * whole_limit ? whole_limit / largest : 0.0f;
+            memory.scales[start + k] = largest / whole_limit;
+        }
+        for (int64_t quad = 0; quad < padded / 4; quad++) {
+            const int64_t at = quad * stride + start;
+            Vectors::round_factors(memory.factors + 4 * quad * stride + start, stride, inverses, memory.low + at,
+                                   memory.high + at, memory.constants + start);
         }
     }
-    for (int64_t g = 0; g < groups; g++) scales[g] = scales[g] / whole_limit;
     return true;
 }
 
@@ -129,7 +116,7 @@ void add_rows_as_integers(const Matrix& matrix, const Selection& selection, int6
     const int64_t ahead = larger(8, rows_ahead<kind>(matrix));
     for (int64_t start = first; start < last; start += rows_per_sum) {
         const int64_t count = smaller(rows_per_sum, last - start);
-        if (!round_factors<kind>(matrix, selection, start, count, a, memory)) {
+        if (!round_factors<kind, Vectors>(matrix, selection, start, count, a, memory)) {
             add_rows_as_floats<kind>(matrix, selection, start, start + count, a, y);
             continue;
         }

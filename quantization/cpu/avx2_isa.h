@@ -32,6 +32,18 @@ struct Isa {
         const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
         return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
     }
+    static void store_sums(Vec a, Vec b, Vec c, Vec d, float* out) {
+        const __m256 all = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+        _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
+    }
+    static void mul_scales(const uint16_t* scales, const float* by, int64_t count, float* out) {
+        for (int64_t i = 0; i < count; i++) {
+            const uint32_t bits = static_cast<uint32_t>(scales[i]) << 16;
+            float scale;
+            __builtin_memcpy(&scale, &bits, sizeof scale);
+            out[i] = scale * by[i];
+        }
+    }
     static void pause() { _mm_pause(); }
 
     // The values of 4-bit codes, in both halves of a register.

@@ -28,6 +28,23 @@ struct Isa {
     static Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
     static Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
     static float sum(Vec value) { return _mm512_reduce_add_ps(value); }
+    static void store_sums(Vec a, Vec b, Vec c, Vec d, float* out) {
+        const auto half = [](Vec v) {
+            return _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+        };
+        const __m256 ab = _mm256_hadd_ps(half(a), half(b)), cd = _mm256_hadd_ps(half(c), half(d));
+        const __m256 all = _mm256_hadd_ps(ab, cd);
+        _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
+    }
+    static __m512 scales_of(const uint16_t* bf16, __mmask16 present) {
+        const __m512i wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(present, bf16));
+        return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+    }
+    static __mmask16 first(int64_t count) { return static_cast<__mmask16>(count >= 16 ? 0xffff : (1 << count) - 1); }
+    static void mul_scales(const uint16_t* scales, const float* by, int64_t count, float* out) {
+        const __mmask16 present = first(count);
+        _mm512_storeu_ps(out, _mm512_mul_ps(scales_of(scales, present), _mm512_maskz_loadu_ps(present, by)));
+    }
     static void pause() { _mm_pause(); }
 
     template <Kind kind>
@@ -118,6 +135,31 @@ struct Isa {
     // Sums of rows in integers: 8 rows of 64 columns at a time, each row times a factor of 16 bits. The product
     // instruction wants 4 rows side by side, so their bytes are interleaved; what is accumulated stays in that order.
     static constexpr bool sums_rows = true;
+
+    // Largest magnitudes among up to 16 groups of each row's a * scale, which go to `factors` [rows, stride].
+    static void scale_factors(const uint16_t* scales, float a, int64_t count, float* factors, float* largest) {
+        const __m512 products = _mm512_mul_ps(scales_of(scales, first(count)), _mm512_set1_ps(a));
+        _mm512_storeu_ps(factors, products);
+        _mm512_storeu_ps(largest, _mm512_max_ps(_mm512_loadu_ps(largest), _mm512_abs_ps(products)));
+    }
+    // Rounds 4 rows of 16 factors, `stride` apart: times `inverse` to whole numbers, whose low and high bytes go side by
+    // side to `low` and `high`, and whose sums times -128 are added to `constants`.
+    static void round_factors(const float* factors, int64_t stride, const float* inverse, uint32_t* low, uint32_t* high,
+                              int32_t* constants) {
+        const __m512 by = _mm512_loadu_ps(inverse);
+        const __m512i byte = _mm512_set1_epi32(255);
+        __m512i lows = _mm512_setzero_si512(), highs = lows, sum = lows;
+        for (int k = 3; k >= 0; k--) {
+            const __m512i number = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(factors + k * stride), by));
+            const __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(number, _mm512_set1_epi32(128)), 8);
+            sum = _mm512_add_epi32(sum, number);
+            lows = _mm512_or_si512(_mm512_slli_epi32(lows, 8), _mm512_and_si512(number, byte));
+            highs = _mm512_or_si512(_mm512_slli_epi32(highs, 8), _mm512_and_si512(upper, byte));
+        }
+        _mm512_storeu_si512(low, lows);
+        _mm512_storeu_si512(high, highs);
+        _mm512_storeu_si512(constants, _mm512_sub_epi32(_mm512_loadu_si512(constants), _mm512_slli_epi32(sum, 7)));
+    }
 
     // Where the second 32 columns are.
     template <Kind kind>

@@ -8,6 +8,8 @@
 //                                    group into the order in which the weights are held, two bytes a column, and fills
 //                                    `corrections` numbers that dot() adds; load(codes of a group, Table), then
 //                                    dot(x, corrections): sums of products, as float lanes
+//   mul_scales(bfloat16 scales, floats, count up to 16, out)   their products
+//   store_sums(a, b, c, d, out)      the sums of four registers
 //   sums_rows                        whether add_8_rows and add_sums are there, see accumulate.h
 //
 // All of it has internal linkage: the same template compiled for another instruction set is another function. For that
@@ -32,6 +34,7 @@ constexpr int64_t block = 32;                    // columns decoded at a time
 constexpr int64_t tile = 1024;                   // columns of unpacked rows that stay in the first-level cache
 constexpr int64_t weights_per_thread = 1 << 14;  // less is not worth another thread
 constexpr int64_t bytes_ahead = 4096;            // of a matrix that are being fetched while others are multiplied
+constexpr int64_t short_row = 2048;              // columns
 constexpr float smallest_scale = 0x1p-126f;
 constexpr uint32_t limit_bits = 0x7f000000;              // 2^127
 constexpr uint32_t limit_bits_with_offset = 0x7e800000;  // 2^126

@@ -56,6 +56,20 @@ struct Isa {
         for (float lane : value.lanes) total += lane;
         return total;
     }
+    static void store_sums(const Vec& a, const Vec& b, const Vec& c, const Vec& d, float* out) {
+        out[0] = sum(a);
+        out[1] = sum(b);
+        out[2] = sum(c);
+        out[3] = sum(d);
+    }
+    static void mul_scales(const uint16_t* scales, const float* by, int64_t count, float* out) {
+        for (int64_t i = 0; i < count; i++) {
+            const uint32_t bits = static_cast<uint32_t>(scales[i]) << 16;
+            float scale;
+            __builtin_memcpy(&scale, &bits, sizeof scale);
+            out[i] = scale * by[i];
+        }
+    }
     static void pause() {}
 
     struct Table {

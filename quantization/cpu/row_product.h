@@ -59,40 +59,70 @@ void float_rows(const Matrix& matrix, const Selection& selection, int64_t first,
     if (at < last) some_rows(at, Size<1>());
 }
 
+// `count` rows from position `at` on. Several short rows share the loads of the activations and the end of their sums;
+// of long ones, one at a time keeps the memory busiest.
+template <Kind kind, int group_size, int count>
+inline void integer_rows_at(const Matrix& matrix, const Selection& selection, int64_t at, int64_t last,
+                            const Activations& x, const Isa::Table& table, int64_t ahead, float* out) {
+    using Group = Isa::IntegerGroup<kind, group_size>;
+    constexpr int64_t group_bytes = kind == four_bit ? group_size / 2 : group_size;
+    constexpr int chunk = 16;  // groups whose scales are formed at a time
+    const Rows<kind, count> rows(matrix, selection, at, last, ahead);
+    Vec sums[count][2];
+    for (int r = 0; r < count; r++) sums[r][0] = sums[r][1] = Isa::zero();
+    for (int64_t start = 0; start < x.groups; start += chunk) {
+        const int64_t groups = smaller(chunk, x.groups - start);
+        alignas(64) float scales[count][chunk];
+        for (int r = 0; r < count; r++) Isa::mul_scales(rows.scales[r] + start, x.scales + start, groups, scales[r]);
+        const auto add_group = [&](int k, int which) {
+            const int64_t group = start + k;
+            const int8_t* bytes = x.bytes + 2 * group * group_size;
+            const int32_t* corrections = x.corrections + group * Isa::corrections;
+            for (int r = 0; r < count; r++) {
+                const int64_t byte = group * group_bytes;
+                if (group_bytes >= 64 || group % (64 / group_bytes) == 0) prefetch(rows.next[r] + byte);
+                if (group_bytes > 64) prefetch(rows.next[r] + byte + 64);
+                Group weights;
+                weights.load(rows.codes[r] + byte, table);
+                sums[r][which] = Isa::fma(weights.dot(bytes, corrections), Isa::set1(scales[r][k]), sums[r][which]);
+            }
+        };
+        if (groups == chunk) {
+#pragma GCC unroll 16
+            for (int k = 0; k < chunk; k++) add_group(k, k % 2);
+        } else {
+            int k = 0;
+            for (; k + 2 <= groups; k += 2) {
+                add_group(k, 0);
+                add_group(k + 1, 1);
+            }
+            if (k < groups) add_group(k, 0);
+        }
+    }
+    if constexpr (count == 4) {
+        Isa::store_sums(Isa::add(sums[0][0], sums[0][1]), Isa::add(sums[1][0], sums[1][1]),
+                        Isa::add(sums[2][0], sums[2][1]), Isa::add(sums[3][0], sums[3][1]), out + at);
+    } else {
+        for (int r = 0; r < count; r++) out[at + r] = Isa::sum(Isa::add(sums[r][0], sums[r][1]));
+    }
+    for (int r = 0; matrix.offsets && r < count; r++) {
+        const Row<kind> row(matrix, row_at(selection, at + r));
+        out[at + r] += offset_part(row.offsets, x.sums, x.groups);
+    }
+}
+
 template <Kind kind, int group_size>
 void integer_rows(const Matrix& matrix, const Selection& selection, int64_t first, int64_t last, const Activations& x,
                   float* out) {
-    using Group = Isa::IntegerGroup<kind, group_size>;
-    constexpr int chunk = 16;  // groups whose scales are formed at a time
     const Isa::Table table(matrix.table);
-    constexpr int64_t group_bytes = kind == four_bit ? group_size / 2 : group_size;
     const int64_t ahead = rows_ahead<kind>(matrix);
-    for (int64_t at = first; at < last; at++) {
-        const Row<kind> row(matrix, row_at(selection, at));
-        const Row<kind> later(matrix, row_at(selection, smaller(at + ahead, last - 1)));
-        for (int64_t group = 0; group < x.groups; group += 32) prefetch(later.scales + group);
-        Vec sums[2] = {Isa::zero(), Isa::zero()};
-        const auto add_group = [&](int64_t group, float scale, int which) {
-            const uint8_t* codes = row.codes + group * group_bytes;
-            if (group_bytes >= 64 || group % (64 / group_bytes) == 0) prefetch(later.codes + group * group_bytes);
-            if (group_bytes > 64) prefetch(later.codes + group * group_bytes + 64);
-            Group weights;
-            weights.load(codes, table);
-            const Vec products =
-                weights.dot(x.bytes + 2 * group * group_size, x.corrections + group * Isa::corrections);
-            sums[which] = Isa::fma(products, Isa::set1(scale), sums[which]);
-        };
-        int64_t group = 0;
-        for (; group + chunk <= x.groups; group += chunk) {
-            alignas(64) float scales[chunk];
-            for (int k = 0; k < chunk; k++) scales[k] = from_bf16(row.scales[group + k]) * x.scales[group + k];
-#pragma GCC unroll 16
-            for (int k = 0; k < chunk; k++) add_group(group + k, scales[k], k % 2);
-        }
-        for (; group < x.groups; group++) add_group(group, from_bf16(row.scales[group]) * x.scales[group], group % 2);
-        out[at] = Isa::sum(Isa::add(sums[0], sums[1]));
-        if (matrix.offsets) out[at] += offset_part(row.offsets, x.sums, x.groups);
+    int64_t at = first;
+    if (x.groups * group_size <= short_row) {
+        for (; at + 4 <= last; at += 4)
+            integer_rows_at<kind, group_size, 4>(matrix, selection, at, last, x, table, larger(ahead, 4), out);
     }
+    for (; at < last; at++)
+        integer_rows_at<kind, group_size, 1>(matrix, selection, at, last, x, table, ahead, out);
 }
 
 // Times `n` rows of activations `x`, `stride` apart, -> out[i * out_stride + position].
