@@ -53,6 +53,14 @@ extern const Kernels portable_kernels;
 extern const Kernels avx2_kernels;
 extern const Kernels avx512_kernels;
 
+// The products of many rows of activations, on CPUs with AMX: x and a, and every weight, are rounded to bfloat16 and
+// products summed in float32. Offsets go with scales only. Only where amx_available().
+void amx_row_product(const Matrix& matrix, const Selection& selection, const float* x, int64_t n, float* out,
+                     int threads);
+void amx_accumulate(const Matrix& matrix, const Selection& selection, const float* a, int64_t n, float* out,
+                    int threads);
+bool amx_available();  // asks the system for the use of AMX the first time
+
 // 64-byte aligned memory. Throws std::bad_alloc.
 void* allocate(size_t bytes);
 void release(void* memory);

@@ -114,6 +114,25 @@ bool accumulate(int level, uintptr_t codes, uintptr_t scales, uintptr_t table, i
     return true;
 }
 
+#ifdef HF_SPARSE_AMX
+template <decltype(&amx_row_product) product>
+bool amx_product(uintptr_t codes, uintptr_t scales, uintptr_t offsets, uintptr_t table, int64_t rows, int64_t cols,
+                 int64_t group_size, uintptr_t index, int64_t count, uintptr_t x, int64_t n, uintptr_t out,
+                 int threads) {
+    const Matrix matrix{pointer<const uint8_t>(codes),
+                        pointer<const uint16_t>(scales),
+                        pointer<const uint16_t>(offsets),
+                        pointer<const int8_t>(table),
+                        rows,
+                        cols,
+                        group_size};
+    const Selection selection{pointer<const int64_t>(index), count};
+    if (!strictly_ascending(selection, rows)) return false;
+    product(matrix, selection, pointer<const float>(x), n, pointer<float>(out), threads);
+    return true;
+}
+#endif
+
 }  // namespace
 }  // namespace hf_sparse
 
@@ -124,4 +143,9 @@ NB_MODULE(_kernels, module) {
     module.def("dequantize", &hf_sparse::dequantize, Unlocked());
     module.def("row_product", &hf_sparse::row_product, Unlocked());
     module.def("accumulate", &hf_sparse::accumulate, Unlocked());
+    module.def("amx_available", &hf_sparse::amx_available);
+#ifdef HF_SPARSE_AMX
+    module.def("amx_row_product", &hf_sparse::amx_product<&hf_sparse::amx_row_product>, Unlocked());
+    module.def("amx_accumulate", &hf_sparse::amx_product<&hf_sparse::amx_accumulate>, Unlocked());
+#endif
 }
