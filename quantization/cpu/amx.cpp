@@ -31,7 +31,7 @@ struct Buffer {
 };
 
 using Decode = void (*)(const Matrix&, const Selection&, int64_t first, int64_t tiles, int64_t start, int64_t depth,
-                        uint8_t* to);
+                        int64_t line, int64_t stop_line, uint8_t* to);
 
 // Weights are the A operand of the row product and lie by rows, B of the accumulation.
 struct RowProduct {
@@ -40,6 +40,7 @@ struct RowProduct {
 
     template <Kind kind, bool with_offsets>
     static constexpr Decode decode = decode_as_a<kind, with_offsets>;
+    static int64_t lines(int64_t tiles, int64_t) { return tiles * tile_side; }
     static int64_t terms(const Matrix& matrix, const Selection&) { return matrix.cols; }
     static int64_t outputs(const Matrix&, const Selection& selection) { return selection.count; }
 };
@@ -50,6 +51,7 @@ struct Accumulation {
 
     template <Kind kind, bool with_offsets>
     static constexpr Decode decode = decode_as_b<kind, with_offsets>;
+    static int64_t lines(int64_t, int64_t depth) { return depth * tile_side; }
     static int64_t terms(const Matrix&, const Selection& selection) { return selection.count; }
     static int64_t outputs(const Matrix& matrix, const Selection&) { return matrix.cols; }
 };
@@ -86,6 +88,7 @@ struct Product {
     const int64_t slice = quotient_up(depth, slices);
     const int64_t panels = quotient_up(n, tile_side), pairs = quotient_up(panels, 2);
     const int64_t blocks = quotient_up(outputs, block_outputs);
+    const int64_t weight_bytes = 2 * strips * slice * tile_bytes;  // of an unpacked block
 
     // Threads share out blocks of weights; where these are few, rows of activations too.
     const int64_t block_parts = smaller(threads, blocks);
@@ -106,55 +109,86 @@ struct Product {
         }
     }
 
-    void multiply_pair(const uint8_t* weights, int64_t weight_tiles, const uint8_t* activations, int64_t x_tiles,
-                       int64_t k_tiles, float* sums, bool add) const {
+    int64_t x_tiles(int64_t pair) const { return smaller(panels - 2 * pair, 2); }
+
+    void multiply_pair(const uint8_t* weights, int64_t weight_tiles, const uint8_t* activations, int64_t panel_tiles,
+                       int64_t k_tiles, float* sums, bool add, const float* to) const {
         constexpr bool first = Operator::weights_first;
-        const int64_t a_tiles = first ? weight_tiles : x_tiles, b_tiles = first ? x_tiles : weight_tiles;
+        const int64_t a_tiles = first ? weight_tiles : panel_tiles, b_tiles = first ? panel_tiles : weight_tiles;
         const uint8_t* a = first ? weights : activations;
         const uint8_t* b = first ? activations : weights;
         const int64_t step = k_tiles * tile_bytes;
-        if (a_tiles == 2 && b_tiles == 2) return multiply<2, 2>(a, step, b, step, k_tiles, sums, add);
-        if (a_tiles == 2) return multiply<2, 1>(a, step, b, step, k_tiles, sums, add);
-        if (b_tiles == 2) return multiply<1, 2>(a, step, b, step, k_tiles, sums, add);
-        return multiply<1, 1>(a, step, b, step, k_tiles, sums, add);
+        if (a_tiles == 2 && b_tiles == 2) return multiply<2, 2>(a, step, b, step, k_tiles, sums, add, to, outputs);
+        if (a_tiles == 2) return multiply<2, 1>(a, step, b, step, k_tiles, sums, add, to, outputs);
+        if (b_tiles == 2) return multiply<1, 2>(a, step, b, step, k_tiles, sums, add, to, outputs);
+        return multiply<1, 1>(a, step, b, step, k_tiles, sums, add, to, outputs);
     }
 
-    void write_pair(const float* sums, int64_t output, int64_t weight_tiles, int64_t row, int64_t x_tiles) const {
+    void write_pair(const float* sums, int64_t output, int64_t weight_tiles, int64_t pair) const {
         constexpr bool first = Operator::weights_first;
+        const int64_t panel_tiles = x_tiles(pair);
         for (int64_t w = 0; w < weight_tiles; w++) {
-            for (int64_t t = 0; t < x_tiles; t++) {
-                const float* tile = sums + (first ? w * x_tiles + t : t * weight_tiles + w) * tile_floats;
-                const int64_t at_row = row + t * tile_side, at_output = output + w * tile_side;
+            for (int64_t t = 0; t < panel_tiles; t++) {
+                const float* tile = sums + (first ? w * panel_tiles + t : t * weight_tiles + w) * tile_floats;
+                const int64_t at_row = (2 * pair + t) * tile_side, at_output = output + w * tile_side;
                 write_tile<first>(tile, smaller(n - at_row, tile_side), outputs - at_output,
                                   out + at_row * outputs + at_output, outputs);
             }
         }
     }
 
-    // Some blocks with some pairs of panels: at most together_blocks and together_pairs.
+    // Block and slice of a step of run().
+    struct Step {
+        int64_t output, tiles, s, depth;
+        uint8_t* weights;
+    };
+
+    // Lines [total * part / parts, total * (part + 1) / parts) of the step's weights.
+    void decode_part(const Step& step, int64_t part, int64_t parts) const {
+        const int64_t total = Operator::lines(step.tiles, step.depth);
+        decode(matrix, selection, step.output, step.tiles, slice_start(step.s), step.depth, total * part / parts,
+               total * (part + 1) / parts, step.weights);
+    }
+
+    // Some blocks with some pairs of panels: at most together_blocks and together_pairs. The tile unit is slow to hand
+    // its sums over. Meanwhile the previous sums are written and a part of the next block is unpacked.
     void run(int64_t first_block, int64_t last_block, int64_t first_pair, int64_t last_pair, const uint8_t* packed,
              uint8_t* weights, float* sums) const {
-        for (int64_t s = 0; s < slices; s++) {
-            const int64_t k_tiles = slice_depth(s);
-            const bool last = s + 1 == slices;
-            float* at = sums;
-            for (int64_t block = first_block; block < last_block; block++) {
-                const int64_t output = block * block_outputs;
-                const int64_t tiles = smaller(quotient_up(outputs - output, tile_side), 2 * strips);
-                // A B operand comes in pairs of tiles.
-                decode(matrix, selection, output, (tiles + 1) / 2 * 2, slice_start(s), k_tiles, weights);
-                for (int64_t strip = 0; strip < tiles; strip += 2) {
-                    const int64_t weight_tiles = smaller(tiles - strip, 2);
-                    for (int64_t pair = first_pair; pair < last_pair; pair++) {
-                        const int64_t x_tiles = smaller(panels - 2 * pair, 2);
-                        multiply_pair(weights + strip * k_tiles * tile_bytes, weight_tiles,
-                                      packed + packed_at(s, 2 * pair), x_tiles, k_tiles, at, s != 0);
-                        if (last) write_pair(at, output + strip * tile_side, weight_tiles, 2 * pair * tile_side, x_tiles);
-                        if (slices > 1) at += pair_floats;
-                    }
+        const int64_t count = last_block - first_block, steps = slices * count;
+        const auto step_at = [&](int64_t i) {
+            const int64_t output = (first_block + i % count) * block_outputs, s = i / count;
+            const int64_t tiles = smaller(quotient_up(outputs - output, tile_side), 2 * strips);
+            return Step{output, tiles, s, slice_depth(s), weights + i % 2 * weight_bytes};
+        };
+        Step step = step_at(0), next = step;
+        decode_part(step, 0, 1);
+        const float* waiting = nullptr;  // sums to be written
+        int64_t waiting_output = 0, waiting_tiles = 0, waiting_pair = 0;
+        int64_t at = 0;
+        for (int64_t i = 0; i < steps; i++, step = next) {
+            const bool last = step.s + 1 == slices;
+            const int64_t parts = quotient_up(step.tiles, 2) * (last_pair - first_pair);
+            int64_t part = 0;
+            if (i + 1 < steps) next = step_at(i + 1);
+            if (i % count == 0) at = 0;
+            for (int64_t strip = 0; strip < step.tiles; strip += 2) {
+                const int64_t weight_tiles = smaller(step.tiles - strip, 2);
+                for (int64_t pair = first_pair; pair < last_pair; pair++, part++, at++) {
+                    float* c = sums + (slices > 1 ? at : at % 2) * pair_floats;
+                    const int64_t output = step.output + strip * tile_side;
+                    multiply_pair(step.weights + strip * step.depth * tile_bytes, weight_tiles,
+                                  packed + packed_at(step.s, 2 * pair), x_tiles(pair), step.depth, c, step.s != 0,
+                                  last ? out + 2 * pair * tile_side * outputs + output : nullptr);
+                    if (waiting) write_pair(waiting, waiting_output, waiting_tiles, waiting_pair);
+                    waiting = last ? c : nullptr;
+                    waiting_output = output;
+                    waiting_tiles = weight_tiles;
+                    waiting_pair = pair;
+                    if (i + 1 < steps) decode_part(next, part, parts);
                 }
             }
         }
+        write_pair(waiting, waiting_output, waiting_tiles, waiting_pair);
     }
 
     void run_part(int64_t part, const uint8_t* packed, uint8_t* weights, float* sums) const {
@@ -171,10 +205,9 @@ struct Product {
 
     void operator()() const {
         const int64_t parts = block_parts * pair_parts;
-        const int64_t weight_bytes = 2 * strips * slice * tile_bytes;
-        const int64_t sum_floats = (slices > 1 ? together_blocks * together_pairs : 1) * pair_floats;
+        const int64_t sum_floats = (slices > 1 ? together_blocks * together_pairs : 2) * pair_floats;
         Buffer<uint8_t> packed(panels * depth * tile_bytes);
-        Buffer<uint8_t> weights(parts * weight_bytes);
+        Buffer<uint8_t> weights(parts * 2 * weight_bytes);
         Buffer<float> sums(parts * sum_floats);
 #pragma omp parallel num_threads(static_cast<int>(parts))
         {
@@ -185,7 +218,7 @@ struct Product {
             const TileRegisters registers;
 #pragma omp for
             for (int64_t part = 0; part < parts; part++)
-                run_part(part, packed.data, weights.data + part * weight_bytes, sums.data + part * sum_floats);
+                run_part(part, packed.data, weights.data + part * 2 * weight_bytes, sums.data + part * sum_floats);
         }
     }
 };

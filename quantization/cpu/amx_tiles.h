@@ -56,10 +56,12 @@ struct TileRegisters {
 
 // c[i][j] (+)= sum over `depth` tiles of a[i] * b[j], for i < a_tiles and j < b_tiles (1 or 2): tiles of one i or j
 // follow each other, a_step or b_step bytes lie between those of one i or j and the next.
+// Meanwhile the cache is asked for the 32 x 32 outputs from `out`, which will be written next; null: none will.
 template <int a_tiles, int b_tiles>
 inline void multiply(const uint8_t* a, int64_t a_step, const uint8_t* b, int64_t b_step, int64_t depth, float* c,
-                     bool add) {
+                     bool add, const float* out, int64_t out_stride) {
     constexpr int64_t row = 64;
+    const int64_t asking = out ? 16 : 0;
     if (add) {
         _tile_loadd(0, c, row);
         if constexpr (b_tiles == 2) _tile_loadd(1, c + tile_floats, row);
@@ -72,6 +74,12 @@ inline void multiply(const uint8_t* a, int64_t a_step, const uint8_t* b, int64_t
         if constexpr (a_tiles == 2 && b_tiles == 2) _tile_zero(3);
     }
     for (int64_t k = 0; k < depth; k++, a += tile_bytes, b += tile_bytes) {
+        if (k < asking) {
+            for (int i = 0; i < 2; i++, out += out_stride) {
+                _mm_prefetch(out, _MM_HINT_ET0);
+                _mm_prefetch(out + 16, _MM_HINT_ET0);
+            }
+        }
         _tile_loadd(4, a, row);
         _tile_loadd(6, b, row);
         _tile_dpbf16ps(0, 4, 6);

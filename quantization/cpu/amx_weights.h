@@ -13,24 +13,11 @@ inline int64_t row_at(const Selection& selection, int64_t position) {
     return selection.index ? selection.index[position] : position;
 }
 
-// The addresses of one row, and weights of it.
 template <Kind kind, bool with_offsets>
 struct WeightRow {
     const uint8_t* codes;
-    const uint16_t* scales = nullptr;
-    const uint16_t* offsets = nullptr;
-
-    WeightRow() = default;
-    WeightRow(const Matrix& matrix, int64_t row) {
-        if constexpr (kind == Kind::numbers) {
-            codes = matrix.codes + row * matrix.cols * 2;
-        } else {
-            const int64_t groups = quotient_up(matrix.cols, matrix.group_size);
-            codes = matrix.codes + row * groups * matrix.group_size / (kind == Kind::four_bit ? 2 : 1);
-            scales = matrix.scales + row * groups;
-            if constexpr (with_offsets) offsets = matrix.offsets + row * groups;
-        }
-    }
+    const uint16_t* scales;
+    const uint16_t* offsets;
 
     static __m512 widen(uint16_t value) {
         return _mm512_castsi512_ps(_mm512_maskz_set1_epi16(0xaaaaaaaa, static_cast<int16_t>(value)));
@@ -59,6 +46,38 @@ struct WeightRow {
     }
 };
 
+// The rows of a matrix. Where a row begins is found without a division.
+template <Kind kind, bool with_offsets>
+struct WeightRows {
+    const Matrix& matrix;
+    const int64_t groups, row_bytes;
+
+    explicit WeightRows(const Matrix& matrix)
+        : matrix(matrix), groups(kind == Kind::numbers ? 0 : quotient_up(matrix.cols, matrix.group_size)),
+          row_bytes(bytes(kind == Kind::numbers ? matrix.cols : groups * matrix.group_size)) {}
+
+    static int64_t bytes(int64_t columns) {
+        return kind == Kind::four_bit ? columns / 2 : kind == Kind::eight_bit ? columns : columns * 2;
+    }
+
+    WeightRow<kind, with_offsets> at(int64_t row) const {
+        return {matrix.codes + row * row_bytes, matrix.scales + row * groups,
+                with_offsets ? matrix.offsets + row * groups : nullptr};
+    }
+
+    int64_t group_of(int64_t column) const { return kind == Kind::numbers ? 0 : column / matrix.group_size; }
+
+    int64_t group_end(int64_t group, int64_t end) const {
+        return kind == Kind::numbers ? end : smaller((group + 1) * matrix.group_size, end);
+    }
+
+    // Brings the codes of columns [start, stop) of a row closer.
+    void prefetch(int64_t row, int64_t start, int64_t stop) const {
+        const uint8_t* codes = matrix.codes + row * row_bytes;
+        for (int64_t i = bytes(start); i < bytes(stop); i += 64) _mm_prefetch(codes + i, _MM_HINT_T0);
+    }
+};
+
 inline __m512 table_values(const Matrix& matrix) {
     if (!matrix.table) return _mm512_setzero_ps();
     const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(matrix.table));
@@ -66,28 +85,32 @@ inline __m512 table_values(const Matrix& matrix) {
 }
 
 // Rows of a selection from `first` as A tiles: `tiles` times 16 rows, each with `depth` tiles of 32 columns from tile
-// `start`.
+// `start`. Of the 16 * tiles rows, [line, stop_line) only. Missing rows are zeros.
 template <Kind kind, bool with_offsets>
 void decode_as_a(const Matrix& matrix, const Selection& selection, int64_t first, int64_t tiles, int64_t start,
-                 int64_t depth, uint8_t* to) {
+                 int64_t depth, int64_t line, int64_t stop_line, uint8_t* to) {
     const __m512 values = table_values(matrix);
     const __m512i shifts = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 1);
     const int64_t end = smaller((start + depth) * tile_depth, matrix.cols);
-    for (int64_t i = 0; i < tiles * tile_side; i++) {
-        uint8_t* line = to + i / tile_side * depth * tile_bytes + i % tile_side * 64;
+    const WeightRows<kind, with_offsets> rows(matrix);
+    const int64_t first_group = rows.group_of(start * tile_depth);
+    const int64_t ahead = tiles * tile_side;  // to the same row of the next block
+    for (int64_t i = line; i < stop_line; i++) {
+        uint8_t* at = to + i / tile_side * depth * tile_bytes + i % tile_side * 64;
         if (first + i >= selection.count) {
-            for (int64_t k = 0; k < depth; k++) _mm512_store_si512(line + k * tile_bytes, _mm512_setzero_si512());
+            for (int64_t k = 0; k < depth; k++) _mm512_store_si512(at + k * tile_bytes, _mm512_setzero_si512());
             continue;
         }
-        const WeightRow<kind, with_offsets> row(matrix, row_at(selection, first + i));
+        const WeightRow<kind, with_offsets> row = rows.at(row_at(selection, first + i));
+        if (first + i + ahead < selection.count)
+            rows.prefetch(row_at(selection, first + i + ahead), start * tile_depth, end);
         int64_t column = start * tile_depth;
-        while (column < end) {
-            const int64_t group = kind == Kind::numbers ? 0 : column / matrix.group_size;
-            const int64_t stop = kind == Kind::numbers ? end : smaller((group + 1) * matrix.group_size, end);
+        for (int64_t group = first_group; column < end; group++) {
+            const int64_t stop = rows.group_end(group, end);
             __m512i table = _mm512_setzero_si512();
             if constexpr (kind == Kind::four_bit)
                 table = _mm512_broadcast_i64x4((__m256i)_mm512_cvtneps_pbh(row.scaled(values, group)));
-            for (; column < stop; column += tile_depth, line += tile_bytes) {
+            for (; column < stop; column += tile_depth, at += tile_bytes) {
                 __m512i weights;
                 if constexpr (kind == Kind::four_bit) {
                     // The lookup reads five bits: the table stands there twice, so that the fifth does not matter.
@@ -101,7 +124,7 @@ void decode_as_a(const Matrix& matrix, const Selection& selection, int64_t first
                 // What pads a row is not zero where there is an offset.
                 if (column + tile_depth > end)
                     weights = _mm512_maskz_mov_epi16(first_32(end - column), weights);
-                _mm512_store_si512(line, weights);
+                _mm512_store_si512(at, weights);
             }
         }
     }
@@ -114,36 +137,37 @@ inline __m512i alternating(int32_t even, int32_t odd) {
     return _mm512_add_epi16(both, _mm512_set1_epi32(odd << 16 | even));
 }
 
-// Columns from `first` of the rows of a selection as B tiles: `tiles` (even) times 16 columns, each with `depth` tiles of
-// 32 rows from tile `start`. Missing rows are zeros; missing columns are anything.
+// Columns from `first` of the rows of a selection as B tiles: `tiles` times 16 columns, rounded up to pairs of tiles,
+// each with `depth` tiles of 32 rows from tile `start`. Of the 16 * depth pairs of rows, [line, stop_line) only. Missing
+// rows are zeros; missing columns are anything.
 template <Kind kind, bool with_offsets>
 void decode_as_b(const Matrix& matrix, const Selection& selection, int64_t first, int64_t tiles, int64_t start,
-                 int64_t depth, uint8_t* to) {
-    using Line = WeightRow<kind, with_offsets>;
+                 int64_t depth, int64_t line, int64_t stop_line, uint8_t* to) {
+    const WeightRows<kind, with_offsets> rows(matrix);
     const __m512 values = table_values(matrix);
     const __m512i odd_words = _mm512_set1_epi32(0x00100000);  // words of the second row look into the second table
     const __m512i nibble = _mm512_set1_epi16(15);
     const __m512i low_pairs = alternating(0, 32), high_pairs = alternating(16, 48), halves = alternating(0, 16);
-    const int64_t end = smaller(first + tiles * tile_side, quotient_up(matrix.cols, tile_depth) * tile_depth);
+    const int64_t end = first + quotient_up(tiles, 2) * 2 * tile_side;
+    const int64_t first_group = rows.group_of(first);
     const int64_t step = depth * tile_bytes;
-    for (int64_t i = 0; i < depth * tile_side; i++, to += 64) {
+    for (int64_t i = line; i < stop_line; i++) {
         const int64_t position = 2 * (start * tile_side + i);
-        uint8_t* line = to;
+        uint8_t* at = to + i * 64;
         if (position >= selection.count) {
-            for (int64_t j = 0; j < tiles; j++) _mm512_store_si512(line + j * step, _mm512_setzero_si512());
+            for (int64_t j = 0; j < tiles; j++) _mm512_store_si512(at + j * step, _mm512_setzero_si512());
             continue;
         }
-        const Line low(matrix, row_at(selection, position));
+        const WeightRow<kind, with_offsets> low = rows.at(row_at(selection, position));
         const bool single = position + 1 == selection.count;
-        const Line high = single ? low : Line(matrix, row_at(selection, position + 1));
+        const WeightRow<kind, with_offsets> high = single ? low : rows.at(row_at(selection, position + 1));
         int64_t column = first;
-        while (column < end) {
-            const int64_t group = kind == Kind::numbers ? 0 : column / matrix.group_size;
-            const int64_t stop = kind == Kind::numbers ? end : smaller((group + 1) * matrix.group_size, end);
+        for (int64_t group = first_group; column < end; group++) {
+            const int64_t stop = rows.group_end(group, end);
             __m512i table = _mm512_setzero_si512();
             if constexpr (kind == Kind::four_bit)
                 table = round_pair(low.scaled(values, group), high.scaled(values, group));
-            for (; column < stop; column += 32, line += 2 * step) {
+            for (; column < stop; column += 32, at += 2 * step) {
                 __m512i left, right;  // 16 columns each
                 if constexpr (kind == Kind::four_bit) {
                     const __m128i a = low.four_bit(column), b = high.four_bit(column);
@@ -168,8 +192,8 @@ void decode_as_b(const Matrix& matrix, const Selection& selection, int64_t first
                     left = _mm512_maskz_mov_epi16(0x55555555, left);
                     right = _mm512_maskz_mov_epi16(0x55555555, right);
                 }
-                _mm512_store_si512(line, left);
-                _mm512_store_si512(line + step, right);
+                _mm512_store_si512(at, left);
+                _mm512_store_si512(at + step, right);
             }
         }
     }
