@@ -14,9 +14,9 @@
 namespace hf_sparse {
 namespace {
 
-constexpr int64_t slice_tiles = 16;       // tiles along the sum in a slice
+constexpr int64_t slice_tiles = 12;       // tiles along the sum in a slice
 constexpr int64_t whole_tiles = 32;       // a sum of as many tiles is not cut
-constexpr int64_t together_blocks = 8;    // blocks of weights whose sums are held
+constexpr int64_t together_strips = 16;   // pairs of tiles of weights whose sums are held
 constexpr int64_t together_pairs = 16;    // pairs of panels of 16 rows of activations that go with them
 constexpr int64_t rows_at_once = 1024;    // rows of activations packed at a time
 constexpr int64_t products_per_thread = 1 << 22;  // less is not worth another thread
@@ -71,7 +71,7 @@ Decode decoder(const Matrix& matrix) {
 template <typename Operator>
 struct Product {
     static constexpr int64_t strips = Operator::strips;
-    static constexpr int64_t block_outputs = strips * 2 * tile_side;
+    static constexpr int64_t strip_outputs = 2 * tile_side;
     static constexpr int64_t pair_floats = 4 * tile_floats;  // sums of a pair of tiles of weights with one of activations
 
     const Matrix& matrix;
@@ -87,12 +87,12 @@ struct Product {
     const int64_t slices = depth <= whole_tiles ? 1 : quotient_up(depth, slice_tiles);
     const int64_t slice = quotient_up(depth, slices);
     const int64_t panels = quotient_up(n, tile_side), pairs = quotient_up(panels, 2);
-    const int64_t blocks = quotient_up(outputs, block_outputs);
+    const int64_t all_strips = quotient_up(outputs, strip_outputs);
     const int64_t weight_bytes = 2 * strips * slice * tile_bytes;  // of an unpacked block
 
-    // Threads share out blocks of weights; where these are few, rows of activations too.
-    const int64_t block_parts = smaller(threads, blocks);
-    const int64_t pair_parts = smaller(larger(threads / block_parts, 1), pairs);
+    // Threads share out weights; where these are few, rows of activations too.
+    const int64_t strip_parts = smaller(threads, all_strips);
+    const int64_t pair_parts = smaller(larger(threads / strip_parts, 1), pairs);
 
     int64_t slice_start(int64_t s) const { return s * slice; }
     int64_t slice_depth(int64_t s) const { return smaller(slice, depth - s * slice); }
@@ -150,14 +150,15 @@ struct Product {
                total * (part + 1) / parts, step.weights);
     }
 
-    // Some blocks with some pairs of panels: at most together_blocks and together_pairs. The tile unit is slow to hand
+    // Some strips with some pairs of panels: at most together_strips and together_pairs. The tile unit is slow to hand
     // its sums over. Meanwhile the previous sums are written and a part of the next block is unpacked.
-    void run(int64_t first_block, int64_t last_block, int64_t first_pair, int64_t last_pair, const uint8_t* packed,
+    void run(int64_t first_strip, int64_t last_strip, int64_t first_pair, int64_t last_pair, const uint8_t* packed,
              uint8_t* weights, float* sums) const {
-        const int64_t count = last_block - first_block, steps = slices * count;
+        const int64_t count = quotient_up(last_strip - first_strip, strips), steps = slices * count;
         const auto step_at = [&](int64_t i) {
-            const int64_t output = (first_block + i % count) * block_outputs, s = i / count;
-            const int64_t tiles = smaller(quotient_up(outputs - output, tile_side), 2 * strips);
+            const int64_t strip = first_strip + i % count * strips, s = i / count;
+            const int64_t output = strip * strip_outputs;
+            const int64_t tiles = smaller(quotient_up(outputs - output, tile_side), 2 * smaller(strips, last_strip - strip));
             return Step{output, tiles, s, slice_depth(s), weights + i % 2 * weight_bytes};
         };
         Step step = step_at(0), next = step;
@@ -192,20 +193,19 @@ struct Product {
     }
 
     void run_part(int64_t part, const uint8_t* packed, uint8_t* weights, float* sums) const {
-        const int64_t b = part % block_parts, p = part / block_parts;
-        const int64_t last_block = blocks * (b + 1) / block_parts, last_pair = pairs * (p + 1) / pair_parts;
+        const int64_t w = part % strip_parts, p = part / strip_parts;
+        const int64_t last_strip = all_strips * (w + 1) / strip_parts, last_pair = pairs * (p + 1) / pair_parts;
         for (int64_t pair = pairs * p / pair_parts; pair < last_pair; pair += together_pairs) {
             const int64_t pair_stop = smaller(pair + together_pairs, last_pair);
-            for (int64_t block = blocks * b / block_parts; block < last_block; block += together_blocks / strips) {
-                const int64_t block_stop = smaller(block + together_blocks / strips, last_block);
-                run(block, block_stop, pair, pair_stop, packed, weights, sums);
+            for (int64_t strip = all_strips * w / strip_parts; strip < last_strip; strip += together_strips) {
+                run(strip, smaller(strip + together_strips, last_strip), pair, pair_stop, packed, weights, sums);
             }
         }
     }
 
     void operator()() const {
-        const int64_t parts = block_parts * pair_parts;
-        const int64_t sum_floats = (slices > 1 ? together_blocks * together_pairs : 2) * pair_floats;
+        const int64_t parts = strip_parts * pair_parts;
+        const int64_t sum_floats = (slices > 1 ? together_strips * together_pairs : 2) * pair_floats;
         Buffer<uint8_t> packed(panels * depth * tile_bytes);
         Buffer<uint8_t> weights(parts * 2 * weight_bytes);
         Buffer<float> sums(parts * sum_floats);
