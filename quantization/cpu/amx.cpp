@@ -7,18 +7,14 @@
 // whatever is cut where: it depends on its own row of activations only.
 #include "amx_weights.h"
 
-#ifdef _OPENMP
-#include <omp.h>
-#endif
-
 namespace hf_sparse {
 namespace {
 
-constexpr int64_t slice_tiles = 12;       // tiles along the sum in a slice
-constexpr int64_t whole_tiles = 32;       // a sum of as many tiles is not cut
-constexpr int64_t together_strips = 16;   // pairs of tiles of weights whose sums are held
-constexpr int64_t together_pairs = 16;    // pairs of panels of 16 rows of activations that go with them
-constexpr int64_t rows_at_once = 1024;    // rows of activations packed at a time
+constexpr int64_t slice_tiles = 12;               // tiles along the sum in a slice
+constexpr int64_t whole_tiles = 32;               // a sum of as many tiles is not cut
+constexpr int64_t together_strips = 16;           // pairs of tiles of weights whose sums are held
+constexpr int64_t together_pairs = 16;            // pairs of panels of 16 rows of activations that go with them
+constexpr int64_t rows_at_once = 1024;            // rows of activations packed at a time
 constexpr int64_t products_per_thread = 1 << 22;  // less is not worth another thread
 
 template <typename T>
@@ -47,7 +43,7 @@ struct RowProduct {
 
 struct Accumulation {
     static constexpr bool weights_first = false;
-    static constexpr int64_t strips = 2;
+    static constexpr int64_t strips = 4;  // 4-bit codes of a row fill a cache line
 
     template <Kind kind, bool with_offsets>
     static constexpr Decode decode = decode_as_b<kind, with_offsets>;
@@ -72,7 +68,7 @@ template <typename Operator>
 struct Product {
     static constexpr int64_t strips = Operator::strips;
     static constexpr int64_t strip_outputs = 2 * tile_side;
-    static constexpr int64_t pair_floats = 4 * tile_floats;  // sums of a pair of tiles of weights with one of activations
+    static constexpr int64_t pair_floats = 4 * tile_floats;  // sums of two tiles of weights with two of activations
 
     const Matrix& matrix;
     const Selection& selection;
@@ -158,7 +154,8 @@ struct Product {
         const auto step_at = [&](int64_t i) {
             const int64_t strip = first_strip + i % count * strips, s = i / count;
             const int64_t output = strip * strip_outputs;
-            const int64_t tiles = smaller(quotient_up(outputs - output, tile_side), 2 * smaller(strips, last_strip - strip));
+            const int64_t most = 2 * smaller(strips, last_strip - strip);
+            const int64_t tiles = smaller(quotient_up(outputs - output, tile_side), most);
             return Step{output, tiles, s, slice_depth(s), weights + i % 2 * weight_bytes};
         };
         Step step = step_at(0), next = step;

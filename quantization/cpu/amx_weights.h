@@ -1,5 +1,5 @@
-// Weights to tiles of bfloat16, for amx.cpp. A weight is value * scale, plus the group's offset if there is one, rounded
-// to nearest even.
+// Weights to tiles of bfloat16, for amx.cpp. A weight is value * scale, plus the group's offset if there is one, and
+// rounded to nearest even.
 #pragma once
 
 #include "amx_tiles.h"
@@ -138,8 +138,8 @@ inline __m512i alternating(int32_t even, int32_t odd) {
 }
 
 // Columns from `first` of the rows of a selection as B tiles: `tiles` times 16 columns, rounded up to pairs of tiles,
-// each with `depth` tiles of 32 rows from tile `start`. Of the 16 * depth pairs of rows, [line, stop_line) only. Missing
-// rows are zeros; missing columns are anything.
+// each with `depth` tiles of 32 rows from tile `start`. Of the 16 * depth pairs of rows, [line, stop_line) only.
+// Missing rows are zeros; missing columns are anything.
 template <Kind kind, bool with_offsets>
 void decode_as_b(const Matrix& matrix, const Selection& selection, int64_t first, int64_t tiles, int64_t start,
                  int64_t depth, int64_t line, int64_t stop_line, uint8_t* to) {

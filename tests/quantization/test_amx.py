@@ -153,6 +153,17 @@ def test_what_is_not_a_number_shows_in_its_row_and_only_there(
 
 
 @pytest.mark.parametrize("name", ["row_product", "accumulate"])
+def test_other_users_of_the_tile_registers_are_not_disturbed(name: str, generator: torch.Generator) -> None:
+    weights = Weights(200, 300, "nf4", 64, False, generator)
+    x = activations(weights, name, 100, None, generator)
+    left, right = x.bfloat16(), weights.dense.bfloat16()
+    expected, mine = torch.nn.functional.linear(left[:, :200], right[:, :200]), weights.product(name, x, None)
+    for _ in range(3):
+        assert torch.equal(weights.product(name, x, None), mine)
+        assert torch.equal(torch.nn.functional.linear(left[:, :200], right[:, :200]), expected)
+
+
+@pytest.mark.parametrize("name", ["row_product", "accumulate"])
 def test_nothing_is_written_beyond_the_output(name: str, generator: torch.Generator) -> None:
     weights = Weights(37, 43, "nf4", 32, True, generator)
     x = activations(weights, name, 19, None, generator)
