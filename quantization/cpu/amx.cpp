@@ -80,8 +80,8 @@ struct Product {
     const Decode decode = decoder<Operator>(matrix);
     const int64_t terms = Operator::terms(matrix, selection), outputs = Operator::outputs(matrix, selection);
     const int64_t depth = quotient_up(terms, tile_depth);
-    const int64_t slices = depth <= whole_tiles ? 1 : quotient_up(depth, slice_tiles);
-    const int64_t slice = quotient_up(depth, slices);
+    const int64_t slice = even_share(depth, depth <= whole_tiles ? whole_tiles : slice_tiles);
+    const int64_t slices = quotient_up(depth, slice);
     const int64_t panels = quotient_up(n, tile_side), pairs = quotient_up(panels, 2);
     const int64_t all_strips = quotient_up(outputs, strip_outputs);
     const int64_t weight_bytes = 2 * strips * slice * tile_bytes;  // of an unpacked block
@@ -191,12 +191,14 @@ struct Product {
 
     void run_part(int64_t part, const uint8_t* packed, uint8_t* weights, float* sums) const {
         const int64_t w = part % strip_parts, p = part / strip_parts;
-        const int64_t last_strip = all_strips * (w + 1) / strip_parts, last_pair = pairs * (p + 1) / pair_parts;
-        for (int64_t pair = pairs * p / pair_parts; pair < last_pair; pair += together_pairs) {
-            const int64_t pair_stop = smaller(pair + together_pairs, last_pair);
-            for (int64_t strip = all_strips * w / strip_parts; strip < last_strip; strip += together_strips) {
-                run(strip, smaller(strip + together_strips, last_strip), pair, pair_stop, packed, weights, sums);
-            }
+        const int64_t first_strip = all_strips * w / strip_parts, last_strip = all_strips * (w + 1) / strip_parts;
+        const int64_t first_pair = pairs * p / pair_parts, last_pair = pairs * (p + 1) / pair_parts;
+        const int64_t strip_step = even_share(last_strip - first_strip, together_strips);
+        const int64_t pair_step = even_share(last_pair - first_pair, together_pairs);
+        for (int64_t pair = first_pair; pair < last_pair; pair += pair_step) {
+            const int64_t pair_stop = smaller(pair + pair_step, last_pair);
+            for (int64_t strip = first_strip; strip < last_strip; strip += strip_step)
+                run(strip, smaller(strip + strip_step, last_strip), pair, pair_stop, packed, weights, sums);
         }
     }
 
@@ -223,13 +225,14 @@ struct Product {
 template <typename Operator>
 void product(const Matrix& matrix, const Selection& selection, const float* x, int64_t n, float* out, int threads) {
     const int64_t terms = Operator::terms(matrix, selection), outputs = Operator::outputs(matrix, selection);
-    if (!outputs) return;
+    if (!outputs || !n) return;
     if (!terms) {
         for (int64_t i = 0; i < n * outputs; i++) out[i] = 0;
         return;
     }
-    for (int64_t start = 0; start < n; start += rows_at_once) {
-        const int64_t rows = smaller(rows_at_once, n - start);
+    const int64_t step = quotient_up(even_share(n, rows_at_once), 2 * tile_side) * 2 * tile_side;
+    for (int64_t start = 0; start < n; start += step) {
+        const int64_t rows = smaller(step, n - start);
         const int64_t useful = 1 + rows * terms * outputs / products_per_thread;
         Product<Operator>{matrix, selection, x + start * terms, rows, out + start * outputs,
                           static_cast<int>(smaller(threads, useful))}();

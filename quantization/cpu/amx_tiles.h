@@ -24,6 +24,9 @@ inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 inline int64_t quotient_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// The size, at most `most`, of as few parts of `total` as possible, all about as large. `total` is positive.
+inline int64_t even_share(int64_t total, int64_t most) { return quotient_up(total, quotient_up(total, most)); }
+
 inline __mmask16 first_16(int64_t count) {
     return static_cast<__mmask16>(count >= 16 ? 0xffff : count <= 0 ? 0 : (1 << count) - 1);
 }
