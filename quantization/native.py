@@ -152,6 +152,22 @@ class NativeMatrix:
             level, self.handle, *self._selection(index), a.data_ptr(), a.shape[0], compute, out.data_ptr(), threads()
         )
 
+    def many_row_product(self, level: int, x: Tensor, index: Tensor | None, out: Tensor) -> bool:
+        """As `row_product`, where `has_many(level)`: in bfloat16, made for many rows of activations."""
+        rows = self._selection(index)
+        return _kernels.many_row_product(level, self.handle, *rows, x.data_ptr(), x.shape[0], out.data_ptr(), threads())
+
+    def many_accumulate(self, level: int, a: Tensor, index: Tensor | None, out: Tensor) -> bool:
+        """As `accumulate`, where `has_many(level)`: in bfloat16, made for many rows of activations."""
+        rows = self._selection(index)
+        return _kernels.many_accumulate(level, self.handle, *rows, a.data_ptr(), a.shape[0], out.data_ptr(), threads())
+
+
+@functools.cache
+def has_many(level: int) -> bool:
+    """Whether the instruction set has matrix products for many rows of activations (AMX)."""
+    return _kernels.has_many(level)
+
 
 def active_neurons(
     level: int, fc1: NativeMatrix, fc2: NativeMatrix, bias: Tensor, x: Tensor, compute_dtype: str

@@ -20,6 +20,8 @@ from .neuron_matrix import NeuronMatrix, index_fault, row_chunks
 # Up to this many activation rows the kernels, which read packed weights, are faster than unpacking for a matrix product
 # (nf4, 2048 x 2048, one thread of a CPU with AMX, which makes torch's bf16 product a fast one).
 _FEW = {"fp32": 32, "bf16": 16, "int8": 64}
+# Up to this many where the instruction set has matrix products in bfloat16 (AMX) and no full precision is asked for.
+_FEW_BESIDE_AMX = {"row_product": {"bf16": 1, "int8": 12}, "accumulate": {"bf16": 3, "int8": 3}}
 
 
 def gathered_row_product(
@@ -30,19 +32,27 @@ def gathered_row_product(
     `index`: int32 or int64, strictly ascending rows of `matrix`; None for all rows. `compute_dtype`: "fp32" takes x as
     it is; "bf16" rounds it to bfloat16; "int8" rounds each group of `matrix.group_size` columns of a row to whole
     multiples of its absmax / 32512, held in two signed bytes, and multiplies integers (a row that holds NaN or infinity
-    becomes NaN). An unpacked matrix takes x as it is, or multiplies in its own dtype. Where x requires a gradient, x is
+    becomes NaN); with many rows, on a CPU with AMX, it is what "bf16" is. An unpacked matrix takes x as it is, or multiplies in its own dtype. Where x requires a gradient, x is
     not rounded.
 
     Raises ValueError for another shape, dtype, device or index.
     """
     index = _checked(matrix, x, "x", matrix.cols, index, compute_dtype)
     count = matrix.rows if index is None else len(index)
-    level, packed = native.level(), _native(matrix, x, compute_dtype)
+    level, packed = native.level(), None if _wants_gradient(x) else matrix.native()
     if level is not None and packed is not None:
-        out = torch.empty(x.shape[0], count, dtype=torch.float32, device="cpu")
-        if not packed.row_product(level, x.to(torch.float32).contiguous(), index, compute_dtype, out):
-            raise ValueError(index_fault(index, matrix.rows))
-        return out
+        many = _prefers_amx(level, "row_product", matrix, len(x), compute_dtype)
+        if many or len(x) <= _FEW[compute_dtype]:
+            out = torch.empty(x.shape[0], count, dtype=torch.float32, device="cpu")
+            x = x.to(torch.float32).contiguous()
+            fits = (
+                packed.many_row_product(level, x, index, out)
+                if many
+                else packed.row_product(level, x, index, compute_dtype, out)
+            )
+            if not fits:
+                raise ValueError(index_fault(index, matrix.rows))
+            return out
     if fault := index_fault(index, matrix.rows):
         raise ValueError(fault)
     if matrix.weight is not None:
@@ -70,13 +80,20 @@ def gathered_accumulate(
     """
     index = _checked(matrix, a, "a", matrix.rows if index is None else index.numel(), index, compute_dtype)
     rounding = "bf16" if compute_dtype == "bf16" else "fp32"
-    level, packed = native.level(), _native(matrix, a, rounding)
+    level, packed = native.level(), None if _wants_gradient(a) else matrix.native()
     if level is not None and packed is not None:
-        out = torch.empty(a.shape[0], matrix.cols, dtype=torch.float32, device="cpu")
-        factors = (a.to(torch.bfloat16) if rounding == "bf16" else a).to(torch.float32).contiguous()
-        if not packed.accumulate(level, factors, index, compute_dtype, out):
-            raise ValueError(index_fault(index, matrix.rows))
-        return out
+        many = _prefers_amx(level, "accumulate", matrix, len(a), compute_dtype)
+        if many or len(a) <= _FEW[rounding]:
+            out = torch.empty(a.shape[0], matrix.cols, dtype=torch.float32, device="cpu")
+            factors = (a.to(torch.bfloat16) if rounding == "bf16" else a).to(torch.float32).contiguous()
+            fits = (
+                packed.many_accumulate(level, factors, index, out)
+                if many
+                else packed.accumulate(level, factors, index, compute_dtype, out)
+            )
+            if not fits:
+                raise ValueError(index_fault(index, matrix.rows))
+            return out
     if fault := index_fault(index, matrix.rows):
         raise ValueError(fault)
     if matrix.weight is not None:
@@ -112,9 +129,10 @@ def _wants_gradient(x: Tensor) -> bool:
     return x.requires_grad and torch.is_grad_enabled()
 
 
-def _native(matrix: NeuronMatrix, x: Tensor, compute_dtype: str) -> native.NativeMatrix | None:
-    """The matrix for the native kernels; None where another road is taken. They check the index themselves."""
-    return matrix.native() if x.shape[0] <= _FEW[compute_dtype] and not _wants_gradient(x) else None
+def _prefers_amx(level: int, operator: str, matrix: NeuronMatrix, n: int, compute_dtype: str) -> bool:
+    if compute_dtype == "fp32" or not native.has_many(level):
+        return False
+    return n > (1 if matrix.weight is not None else _FEW_BESIDE_AMX[operator][compute_dtype])
 
 
 def _product_dtype(compute_dtype: str) -> torch.dtype:

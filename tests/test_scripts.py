@@ -33,7 +33,7 @@ def test_measure_load_memory(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [report]  # the checkpoint is gone
 
 
-def test_quickstart_and_bench_generate(tmp_path: Path) -> None:
+def test_quickstart_and_bench_decode(tmp_path: Path) -> None:
     save_checkpoint("llama", tmp_path)
     save_tokenizer(tmp_path)
     quickstart = run_script("quickstart.py", tmp_path, "--prompt", "for a in")
@@ -41,12 +41,39 @@ def test_quickstart_and_bench_generate(tmp_path: Path) -> None:
     assert quickstart.stdout.startswith("for a in")
 
     report = tmp_path / "report.json"
-    bench = run_script("bench_generate.py", tmp_path, "--rounds", 2, "--tokens", 5, "--json", report)
+    sizes = ("--prompt", 6, "--tokens", 5, "--rounds", 2)
+    bench = run_script("bench_decode.py", "--model", tmp_path, *sizes, "--json", report)
     assert bench.returncode == 0, bench.stderr
-    assert "ratio" in bench.stdout
-    rows = json.loads(report.read_text())
-    assert [row["system"] for row in rows] == ["hf_sparse nf4", "transformers bf16"]
-    assert all(len(row["tokens_per_second"]) == 2 and min(row["tokens_per_second"]) > 0 for row in rows)
+    memory, *rows = json.loads(report.read_text())
+    assert memory["unit"] == "bytes" and memory["model_bytes"] > 0
+    assert [row["system"] for row in rows] == ["hf_sparse"] * 2 + ["transformers"] * 2
+    assert all(len(row["figures"]) == 2 and min(row["figures"]) > 0 for row in rows)
+    assert rows[2]["hf_sparse_ratio"] == rows[0]["median"] / rows[2]["median"]
+
+
+def test_bench_decode_skips_on_purpose(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    sizes = ("--shrink", 8, "--layers", 1, "--rank", 32, "--prompt", 4, "--tokens", 6, "--rounds", 1)
+    options = ("--case", "llama-7b-relu", "--active", 0.2, "--systems", "hf_sparse", "--work", tmp_path)
+    bench = run_script("bench_decode.py", *options, *sizes, "--json", report)
+    assert bench.returncode == 0, bench.stderr
+    assert "random weights" in bench.stdout and "on purpose" in bench.stdout
+    _, prompt, decode = json.loads(report.read_text())
+    assert [prompt["case"], decode["case"]] == ["llama-7b-relu pp4", "llama-7b-relu tg6"]
+    assert 0.1 < decode["active_fraction"] < 0.3
+
+
+def test_bench_operators(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    sizes = ("--rows", 200, "--cols", 128, "--megabytes", 0.1, "--prompt-tokens", 40, "--rounds", 2)
+    bench = run_script("bench_operators.py", *sizes, "--active", 10, "--compute-dtype", "int8", "--json", report)
+    assert bench.returncode == 0, bench.stderr
+    assert "speed-up of 10% active over dense, gathered_accumulate int8" in bench.stdout
+    bandwidth, *passes = json.loads(report.read_text())
+    assert bandwidth["case"] == "read bandwidth"
+    assert [row["unit"] for row in passes] == ["GB/s"] * 4 + ["GFLOP/s"] * 6
+    assert passes[1]["bytes"] * 10 == passes[0]["bytes"]
+    assert all(len(row["figures"]) == 2 and min(row["figures"]) > 0 for row in passes)
 
 
 def test_ci_runs_the_test_command_of_the_readme() -> None:

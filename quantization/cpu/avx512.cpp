@@ -5,6 +5,7 @@
 
 namespace hf_sparse {
 
-const Kernels avx512_kernels = {quantize, dequantize, row_product, accumulate, active_neurons, decode_bytes, decode};
+const Kernels avx512_kernels = {quantize, dequantize, row_product, accumulate, active_neurons,
+    decode_bytes, decode, nullptr, nullptr};
 
 }  // namespace hf_sparse

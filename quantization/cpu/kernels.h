@@ -139,12 +139,25 @@ struct Kernels {
     // Bytes that decode() works in, and the step itself.
     int64_t (*decode_bytes)(const Step& step);
     void (*decode)(const Step& step, char* memory);
+    // As row_product and accumulate, for many rows of activations, in bfloat16; null: there is nothing better.
+    void (*many_row_product)(const Matrix& matrix, const Selection& selection, const float* x, int64_t n, float* out,
+                             int threads);
+    void (*many_accumulate)(const Matrix& matrix, const Selection& selection, const float* a, int64_t n, float* out,
+                            int threads);
 };
 
 extern const Kernels portable_kernels;
 extern const Kernels avx2_kernels;
 extern const Kernels avx_vnni_kernels;
 extern const Kernels avx512_kernels;
+
+// The products of many rows of activations, on CPUs with AMX: x and a, and every weight, are rounded to bfloat16 and
+// products summed in float32. Offsets go with scales only. Only where amx_available().
+void amx_row_product(const Matrix& matrix, const Selection& selection, const float* x, int64_t n, float* out,
+                     int threads);
+void amx_accumulate(const Matrix& matrix, const Selection& selection, const float* a, int64_t n, float* out,
+                    int threads);
+bool amx_available();  // asks the system for the use of AMX the first time
 
 // 64-byte aligned memory. Throws std::bad_alloc.
 void* allocate(size_t bytes);

@@ -25,14 +25,35 @@ void release(void* memory) { std::free(memory); }
 
 namespace {
 
+#ifdef HF_SPARSE_AMX
+const Kernels amx_kernels = [] {
+    Kernels kernels = avx512_kernels;
+    kernels.many_row_product = amx_row_product;
+    kernels.many_accumulate = amx_accumulate;
+    return kernels;
+}();
+#endif
+
 const Kernels* const by_level[] = {
     &portable_kernels,
 #ifdef HF_SPARSE_X86
-    &avx2_kernels,     &avx_vnni_kernels, &avx512_kernels,
+    &avx2_kernels,     &avx512_kernels,
+#endif
+#ifdef HF_SPARSE_AVX_VNNI
+    &avx_vnni_kernels,
+#endif
+#ifdef HF_SPARSE_AMX
+    &amx_kernels,
 #endif
 };
 
-#ifdef HF_SPARSE_X86
+int place_of(const Kernels* kernels) {
+    int place = 0;
+    while (by_level[place] != kernels) place++;
+    return place;
+}
+
+#ifdef HF_SPARSE_AVX_VNNI
 // Not every compiler's __builtin_cpu_supports knows this one. CPUID leaf 7, subleaf 1, EAX bit 4.
 bool has_avx_vnni() {
     unsigned eax = 7, ebx = 0, ecx = 1, edx = 0;
@@ -49,12 +70,17 @@ nb::dict levels() {
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("fma")) {
-        found["avx512_vnni"] = 3;
-    }
-    if (avx2 && has_avx_vnni()) found["avx_vnni"] = 2;
-    if (avx2) found["avx2"] = 1;
+#ifdef HF_SPARSE_AMX
+        if (amx_available()) found["amx"] = place_of(&amx_kernels);
 #endif
-    found["portable"] = 0;
+        found["avx512_vnni"] = place_of(&avx512_kernels);
+    }
+#ifdef HF_SPARSE_AVX_VNNI
+    if (avx2 && has_avx_vnni()) found["avx_vnni"] = place_of(&avx_vnni_kernels);
+#endif
+    if (avx2) found["avx2"] = place_of(&avx2_kernels);
+#endif
+    found["portable"] = place_of(&portable_kernels);
     return found;
 }
 
@@ -102,6 +128,25 @@ bool accumulate(int level, const Matrix& matrix, uintptr_t index, int64_t count,
     if (!strictly_ascending(selection, matrix.rows)) return false;
     by_level[level]->accumulate(matrix, selection, pointer<const float>(a), n, static_cast<Compute>(compute),
                                 pointer<float>(out), threads);
+    return true;
+}
+
+// Whether there are products of their own for many rows of activations.
+bool has_many(int level) { return by_level[level]->many_row_product != nullptr; }
+
+bool many_row_product(int level, const Matrix& matrix, uintptr_t index, int64_t count, uintptr_t x, int64_t n,
+                      uintptr_t out, int threads) {
+    const Selection selection{pointer<const int64_t>(index), count};
+    if (!strictly_ascending(selection, matrix.rows)) return false;
+    by_level[level]->many_row_product(matrix, selection, pointer<const float>(x), n, pointer<float>(out), threads);
+    return true;
+}
+
+bool many_accumulate(int level, const Matrix& matrix, uintptr_t index, int64_t count, uintptr_t a, int64_t n,
+                     uintptr_t out, int threads) {
+    const Selection selection{pointer<const int64_t>(index), count};
+    if (!strictly_ascending(selection, matrix.rows)) return false;
+    by_level[level]->many_accumulate(matrix, selection, pointer<const float>(a), n, pointer<float>(out), threads);
     return true;
 }
 
@@ -272,5 +317,8 @@ NB_MODULE(_kernels, module) {
     module.def("dequantize", &dequantize, Unlocked());
     module.def("row_product", &row_product, Unlocked());
     module.def("accumulate", &accumulate, Unlocked());
+    module.def("has_many", &has_many);
+    module.def("many_row_product", &many_row_product, Unlocked());
+    module.def("many_accumulate", &many_accumulate, Unlocked());
     module.def("active_neurons", &active_neurons, Unlocked());
 }
