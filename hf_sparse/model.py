@@ -285,6 +285,9 @@ class SparseMixin(PreTrainedModel, GenerationMixin):
         neurons = sum(
             sum(p.rows) * block.neurons * p.columns for block in hybrid_blocks(self) for p in block.projections.values()
         )
+        head = self.get_output_embeddings()
+        if isinstance(head, PackedHead) and not head.tied:
+            neurons += head.out_features * head.in_features
         return super().num_parameters(only_trainable, exclude_embeddings) + (0 if only_trainable else neurons)
 
     def get_memory_footprint(self, return_buffers: bool = True) -> int:

@@ -91,6 +91,7 @@ def test_quantization_config_survives_config_json(tmp_path: Path) -> None:
         "weight_dtype": "int4",
         "compute_dtype": "bf16",
         "group_size": 128,
+        "head_dtype": "int8",
     }
     assert WeightOnlyQuantConfig.from_dict(stored) == config
 

@@ -12,6 +12,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from hf_sparse.modeling import PackedHead
+
 VOCABULARY = 331
 _BASE: dict[str, Any] = {
     "hidden_size": 48,
@@ -91,6 +93,8 @@ def plain_twin(model: PreTrainedModel) -> PreTrainedModel:
     config = type(model.config).from_dict(
         {k: v for k, v in model.config.to_dict().items() if k != "quantization_config"}
     )
+    if isinstance(model.get_output_embeddings(), PackedHead):
+        config.tie_word_embeddings = False  # a packed head is not what the embeddings are
     twin = AutoModelForCausalLM.from_config(config, dtype=model.dtype).eval()
     twin.load_state_dict(model.dequantized_state_dict())
     return twin
