@@ -12,7 +12,7 @@ struct Activations {
     float* floats;         // [n, padded]; null: whole numbers
     int8_t* bytes;         // [n, 2 * padded]
     float* scales;         // [n, groups]
-    int32_t* corrections;  // [n, groups, Isa::corrections]
+    float* corrections;    // [n, groups]: what the products of a group's biased weights are too much by, times -1
     float* sums;           // [n, groups]: what an offset is multiplied by
     int64_t cols, padded, groups, group_size;
 };
@@ -22,8 +22,7 @@ struct ActivationMemory {
     Activations rows;
 
     static int64_t bytes_of(int64_t padded, int64_t groups) {
-        return rounded_up(4 * padded, 64) + rounded_up(4 * groups * Isa::corrections, 64) +
-               2 * rounded_up(4 * groups, 64);
+        return rounded_up(4 * padded, 64) + 3 * rounded_up(4 * groups, 64);
     }
     ActivationMemory(int64_t n, int64_t cols, int64_t group_size, Compute compute)
         : memory(n * bytes_of(rounded_up(cols, group_size), groups_of(cols, group_size))) {
@@ -39,8 +38,8 @@ struct ActivationMemory {
         rows->floats = compute == int8 ? nullptr : reinterpret_cast<float*>(at);
         rows->bytes = compute == int8 ? reinterpret_cast<int8_t*>(at) : nullptr;
         at += n * rounded_up(4 * padded, 64);
-        rows->corrections = reinterpret_cast<int32_t*>(at);
-        at += n * rounded_up(4 * groups * Isa::corrections, 64);
+        rows->corrections = reinterpret_cast<float*>(at);
+        at += n * rounded_up(4 * groups, 64);
         rows->scales = reinterpret_cast<float*>(at);
         at += n * rounded_up(4 * groups, 64);
         rows->sums = reinterpret_cast<float*>(at);
@@ -70,8 +69,8 @@ inline void round_row(const float* x, int64_t row, const Activations& out) {
         }
         scales[group] = scale;
         out.sums[row * out.groups + group] = scale * static_cast<float>(sum);
-        int32_t* corrections = out.corrections + (row * out.groups + group) * Isa::corrections;
-        Isa::IntegerGroup<kind, group_size>::prepare(numbers, bytes + 2 * start, corrections);
+        out.corrections[row * out.groups + group] = -Isa::bias * static_cast<float>(sum);
+        Isa::IntegerGroup<kind, group_size>::prepare(numbers, bytes + 2 * start);
     }
     if (finite) return;
     for (int64_t group = 0; group < out.groups; group++) scales[group] = NAN;

@@ -23,29 +23,33 @@ inline float cache_value(const int8_t* row, int64_t d) { return static_cast<floa
 template <typename T>
 void score_page(const float* query, int64_t queries, int64_t head_dim, const T* keys, const float* key_scales,
                 int64_t count, float scaling, float* scores) {
-    for (int64_t t = 0; t < count; t++) {
-        const T* key = keys + t * head_dim;
-        const float factor = key_scales ? scaling * key_scales[t] : scaling;
-        const auto of_heads = [&](int64_t q, auto how_many) {
-            constexpr int heads = decltype(how_many)::value;
-            Vec sums[heads];
-            for (int h = 0; h < heads; h++) sums[h] = Isa::zero();
-            int64_t d = 0;
-            for (; d + Isa::width <= head_dim; d += Isa::width) {
-                const Vec part = Isa::load(key + d);
-                for (int h = 0; h < heads; h++)
-                    sums[h] = Isa::fma(part, Isa::load(query + (q + h) * head_dim + d), sums[h]);
+    const int64_t whole = head_dim / Isa::width * Isa::width;
+    const auto some_tokens = [&](int64_t t, auto how_many) {
+        constexpr int tokens = decltype(how_many)::value;
+        for (int64_t q = 0; q < queries; q++) {
+            const float* of_head = query + q * head_dim;
+            Vec sums[tokens];
+            for (int i = 0; i < tokens; i++) sums[i] = Isa::zero();
+            for (int64_t d = 0; d < whole; d += Isa::width) {
+                const Vec part = Isa::load(of_head + d);
+                for (int i = 0; i < tokens; i++)
+                    sums[i] = Isa::fma(part, Isa::load(keys + (t + i) * head_dim + d), sums[i]);
             }
-            for (int h = 0; h < heads; h++) {
-                float sum = Isa::sum(sums[h]);
-                for (int64_t c = d; c < head_dim; c++) sum += cache_value(key, c) * query[(q + h) * head_dim + c];
-                scores[(q + h) * page_tokens + t] = factor * sum;
+            float* to = scores + q * page_tokens + t;
+            if constexpr (tokens == 4) {
+                Isa::store_sums(sums[0], sums[1], sums[2], sums[3], to);
+            } else {
+                to[0] = Isa::sum(sums[0]);
             }
-        };
-        int64_t q = 0;
-        for (; q + 4 <= queries; q += 4) of_heads(q, Size<4>());
-        for (; q < queries; q++) of_heads(q, Size<1>());
-    }
+            for (int i = 0; i < tokens; i++) {
+                for (int64_t d = whole; d < head_dim; d++) to[i] += cache_value(keys + (t + i) * head_dim, d) * of_head[d];
+                to[i] *= key_scales ? scaling * key_scales[t + i] : scaling;
+            }
+        }
+    };
+    int64_t t = 0;
+    for (; t + 4 <= count; t += 4) some_tokens(t, Size<4>());
+    for (; t < count; t++) some_tokens(t, Size<1>());
 }
 
 // out[q] += sum over t of weights[q][t] * value t.

@@ -36,13 +36,17 @@ struct Isa {
         const __m256 all = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
         _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
     }
-    static void mul_scales(const uint16_t* scales, const float* by, int64_t count, float* out) {
+    static Vec mul_scales(const uint16_t* scales, const float* by, const float* corrections, int64_t count, float* out,
+                          Vec sums) {
+        float total = 0;
         for (int64_t i = 0; i < count; i++) {
             const uint32_t bits = static_cast<uint32_t>(scales[i]) << 16;
             float scale;
             __builtin_memcpy(&scale, &bits, sizeof scale);
             out[i] = scale * by[i];
+            if (bias != 0) total += out[i] * corrections[i];
         }
+        return _mm256_add_ps(sums, _mm256_castps128_ps256(_mm_set_ss(total)));
     }
     static void pause() { _mm_pause(); }
 
@@ -91,46 +95,40 @@ struct Isa {
         }
 
 #ifdef __AVXVNNI__
-        // Unsigned times signed bytes: weights are taken plus 128, products with 128 subtracted as exact integers.
-        static void prepare(const int16_t* numbers, int8_t* x, int32_t* corrections) {
-            __m256i sums = _mm256_setzero_si256();
-            const __m256i all_128 = _mm256_set1_epi8(-128);
+        // Unsigned times signed bytes: weights are taken plus the bias.
+        static void prepare(const int16_t* numbers, int8_t* x) {
             for (int i = 0; i < group_size / 32; i++) {
                 for (int c = 0; c < 32; c++) {
                     const int number = numbers[32 * i + c], high = (number + 128) >> 8;
                     x[64 * i + c] = static_cast<int8_t>(number - high * 256);
                     x[64 * i + 32 + c] = static_cast<int8_t>(high);
                 }
-                const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + 64 * i));
-                const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + 64 * i + 32));
-                const __m256i highs = _mm256_dpbusd_avx_epi32(_mm256_setzero_si256(), all_128, high);
-                sums = _mm256_dpbusd_avx_epi32(_mm256_add_epi32(sums, _mm256_slli_epi32(highs, 8)), all_128, low);
             }
-            const __m256i negative = _mm256_sub_epi32(_mm256_setzero_si256(), sums);
-            _mm256_storeu_si256(reinterpret_cast<__m256i*>(corrections), negative);
         }
 
-        Vec dot(const int8_t* x, const int32_t* corrections) const {
-            __m256i lows = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(corrections));
-            __m256i highs = _mm256_setzero_si256();
+        Vec dot(const int8_t* x) const {
+            __m256i sums = _mm256_setzero_si256();
+            const __m256i all_128 = _mm256_set1_epi8(-128);
             for (int i = 0; i < group_size / 32; i++) {
-                const __m256i bytes = _mm256_xor_si256(weights[i], _mm256_set1_epi8(-128));
-                const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + 64 * i));
                 const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + 64 * i + 32));
-                lows = _mm256_dpbusd_avx_epi32(lows, bytes, low);
-                highs = _mm256_dpbusd_avx_epi32(highs, bytes, high);
+                sums = _mm256_dpbusd_avx_epi32(sums, _mm256_xor_si256(weights[i], all_128), high);
             }
-            return _mm256_cvtepi32_ps(_mm256_add_epi32(lows, _mm256_slli_epi32(highs, 8)));
+            sums = _mm256_slli_epi32(sums, 8);
+            for (int i = 0; i < group_size / 32; i++) {
+                const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + 64 * i));
+                sums = _mm256_dpbusd_avx_epi32(sums, _mm256_xor_si256(weights[i], all_128), low);
+            }
+            return _mm256_cvtepi32_ps(sums);
         }
 #else
-        static void prepare(const int16_t* numbers, int8_t* x, int32_t*) {
+        static void prepare(const int16_t* numbers, int8_t* x) {
             for (int i = 0; i < group_size / 16; i++) {
                 const __m256i some = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(numbers + 16 * i));
                 _mm256_storeu_si256(reinterpret_cast<__m256i*>(x + 32 * i), some);
             }
         }
 
-        Vec dot(const int8_t* x, const int32_t*) const {
+        Vec dot(const int8_t* x) const {
             __m256i sums = _mm256_setzero_si256();
             for (int i = 0; i < group_size / 32; i++) {
                 const __m128i halves[] = {_mm256_castsi256_si128(weights[i]), _mm256_extracti128_si256(weights[i], 1)};
@@ -145,9 +143,9 @@ struct Isa {
     };
 
 #ifdef __AVXVNNI__
-    static constexpr int corrections = 8;
+    static constexpr float bias = 128;
 #else
-    static constexpr int corrections = 0;
+    static constexpr float bias = 0;
 #endif
     static constexpr bool sums_rows = false;
 };

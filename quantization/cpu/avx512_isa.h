@@ -41,18 +41,20 @@ struct Isa {
         return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
     }
     static __mmask16 first(int64_t count) { return static_cast<__mmask16>(count >= 16 ? 0xffff : (1 << count) - 1); }
-    static void mul_scales(const uint16_t* scales, const float* by, int64_t count, float* out) {
+    static Vec mul_scales(const uint16_t* scales, const float* by, const float* corrections, int64_t count, float* out,
+                          Vec sums) {
         const __mmask16 present = first(count);
-        _mm512_storeu_ps(out, _mm512_mul_ps(scales_of(scales, present), _mm512_maskz_loadu_ps(present, by)));
+        const Vec products = _mm512_mul_ps(scales_of(scales, present), _mm512_maskz_loadu_ps(present, by));
+        _mm512_storeu_ps(out, products);
+        return _mm512_fmadd_ps(products, _mm512_maskz_loadu_ps(present, corrections), sums);
     }
     static void pause() { _mm_pause(); }
 
     template <Kind kind>
     struct Decoder;
 
-    // The product instruction takes unsigned times signed bytes: values are held plus 128.
-    // Products with 128 are subtracted, lane by lane, as exact integers.
-    static constexpr int corrections = 16;
+    // The product instruction takes unsigned times signed bytes: values are held plus this.
+    static constexpr float bias = 128;
 
     struct Table {
         __m512i values = _mm512_setzero_si512();
@@ -60,6 +62,14 @@ struct Isa {
             if (!table) return;
             const __m128i plain = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
             values = _mm512_broadcast_i32x4(_mm_xor_si128(plain, _mm_set1_epi8(-128)));
+        }
+        // The values of codes in the low four bits of each byte; what is above them does not matter.
+        __m512i look_up(__m512i codes) const {
+#ifdef __AVX512VBMI__
+            return _mm512_permutexvar_epi8(codes, values);  // the table lies there four times: bits 4 and 5 choose one
+#else
+            return _mm512_shuffle_epi8(values, _mm512_and_si512(codes, _mm512_set1_epi8(15)));
+#endif
         }
     };
 
@@ -76,8 +86,7 @@ struct Isa {
     }
     static __m512i nibbles_of(__m256i bytes, const Table& table) {
         const __m512i shifts = _mm512_set_epi64(4, 4, 4, 4, 0, 0, 0, 0);
-        const __m512i nibbles = _mm512_srlv_epi64(_mm512_broadcast_i64x4(bytes), shifts);
-        return _mm512_shuffle_epi8(table.values, _mm512_and_si512(nibbles, _mm512_set1_epi8(15)));
+        return table.look_up(_mm512_srlv_epi64(_mm512_broadcast_i64x4(bytes), shifts));
     }
 
     // Low and high signed bytes of 64 numbers of -32512..32512: number = 256 * high + low.
@@ -103,9 +112,7 @@ struct Isa {
         }
 
         // 64 low bytes, 64 high bytes, and so on.
-        static void prepare(const int16_t* numbers, int8_t* x, int32_t* corrections) {
-            const __m512i all_128 = _mm512_set1_epi8(-128);
-            __m512i sums = _mm512_setzero_si512();
+        static void prepare(const int16_t* numbers, int8_t* x) {
             for (int i = 0; i < group_size / 64; i++) {
                 __m512i low, high;
                 split(numbers + 64 * i, &low, &high);
@@ -116,19 +123,17 @@ struct Isa {
                 }
                 _mm512_storeu_si512(x + 128 * i, low);
                 _mm512_storeu_si512(x + 128 * i + 64, high);
-                const __m512i highs = _mm512_dpbusd_epi32(_mm512_setzero_si512(), all_128, high);
-                sums = _mm512_dpbusd_epi32(_mm512_add_epi32(sums, _mm512_slli_epi32(highs, 8)), all_128, low);
             }
-            _mm512_storeu_si512(corrections, _mm512_sub_epi32(_mm512_setzero_si512(), sums));
         }
 
-        Vec dot(const int8_t* x, const int32_t* corrections) const {
-            __m512i low = _mm512_loadu_si512(corrections), high = _mm512_setzero_si512();
-            for (int i = 0; i < group_size / 64; i++) {
-                low = _mm512_dpbusd_epi32(low, weights[i], _mm512_loadu_si512(x + 128 * i));
-                high = _mm512_dpbusd_epi32(high, weights[i], _mm512_loadu_si512(x + 128 * i + 64));
-            }
-            return _mm512_cvtepi32_ps(_mm512_add_epi32(low, _mm512_slli_epi32(high, 8)));
+        Vec dot(const int8_t* x) const {
+            __m512i sums = _mm512_setzero_si512();
+            for (int i = 0; i < group_size / 64; i++)
+                sums = _mm512_dpbusd_epi32(sums, weights[i], _mm512_loadu_si512(x + 128 * i + 64));
+            sums = _mm512_slli_epi32(sums, 8);
+            for (int i = 0; i < group_size / 64; i++)
+                sums = _mm512_dpbusd_epi32(sums, weights[i], _mm512_loadu_si512(x + 128 * i));
+            return _mm512_cvtepi32_ps(sums);
         }
     };
 
@@ -283,26 +288,20 @@ struct Isa::IntegerGroup<kind, 32> {
         }
     }
 
-    static void prepare(const int16_t* numbers, int8_t* x, int32_t* corrections) {
+    static void prepare(const int16_t* numbers, int8_t* x) {
         const __m512i all = _mm512_loadu_si512(numbers);
         const __m512i upper = _mm512_srai_epi16(_mm512_add_epi16(all, _mm512_set1_epi16(128)), 8);
-        const __m256i high = _mm512_cvtepi16_epi8(upper);
         const __m256i low = _mm512_cvtepi16_epi8(_mm512_sub_epi16(all, _mm512_slli_epi16(upper, 8)));
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(x), low);
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(x + 32), high);
-        const __m256i all_128 = _mm256_set1_epi8(-128);
-        const __m256i highs = _mm256_dpbusd_epi32(_mm256_setzero_si256(), all_128, high);
-        const __m256i sums = _mm256_dpbusd_epi32(_mm256_slli_epi32(highs, 8), all_128, low);
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(corrections), _mm256_sub_epi32(_mm256_setzero_si256(), sums));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(x + 32), _mm512_cvtepi16_epi8(upper));
     }
 
-    Vec dot(const int8_t* x, const int32_t* corrections) const {
-        const __m256i start = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(corrections));
+    Vec dot(const int8_t* x) const {
         const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
         const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + 32));
         const __m256i highs = _mm256_dpbusd_epi32(_mm256_setzero_si256(), weights, high);
-        const __m256i lows = _mm256_dpbusd_epi32(start, weights, low);
-        return _mm512_zextps256_ps512(_mm256_cvtepi32_ps(_mm256_add_epi32(lows, _mm256_slli_epi32(highs, 8))));
+        const __m256i sums = _mm256_dpbusd_epi32(_mm256_slli_epi32(highs, 8), weights, low);
+        return _mm512_zextps256_ps512(_mm256_cvtepi32_ps(sums));
     }
 };
 

@@ -18,6 +18,8 @@
 namespace hf_sparse {
 namespace {
 
+constexpr int64_t part_tokens = 64;  // of a page that a thread attends to at a time
+
 // Sizes of the largest layer of a step.
 struct Sizes {
     int64_t hidden = 0, width = 0, qkv = 0, heads = 0, attended = 0, queries = 0, neurons = 0, predictor = 0;
@@ -219,24 +221,25 @@ struct Worker {
         norm_and_rotate(a, a.q_norm, a.heads, q);
         norm_and_rotate(a, a.k_norm, a.kv_heads, k);
         const int64_t start = a.window ? larger(0, step.position + 1 - a.window) : 0, stop = step.position + 1;
-        const int64_t first_page = start / page_tokens, pages = step.position / page_tokens - first_page + 1;
-        const int64_t units = a.kv_heads * pages, queries = a.heads / a.kv_heads;
+        const int64_t first_part = start / part_tokens, parts = step.position / part_tokens - first_part + 1;
+        const int64_t units = a.kv_heads * parts, queries = a.heads / a.kv_heads;
         float* outs = shared.outs + thread * sizes.attended;
         Partial* partials = shared.partials + thread * sizes.heads;
         for (int64_t unit = first_of(units); unit < last_of(units); unit++) {
-            const int64_t head = unit / pages, page = first_page + unit % pages, query = head * queries;
-            if (unit == first_of(units) || unit % pages == 0) {
+            const int64_t head = unit / parts, part_start = (first_part + unit % parts) * part_tokens;
+            const int64_t query = head * queries, page = part_start / page_tokens;
+            if (unit == first_of(units) || unit % parts == 0) {
                 for (int64_t i = query; i < query + queries; i++) partials[i] = {-INFINITY, 0.0f};
                 std::memset(outs + query * a.head_dim, 0, static_cast<size_t>(queries * a.head_dim) * sizeof(float));
             }
             const int64_t* of_page = cache.pages + 4 * page;
-            if (page == step.position / page_tokens) {
+            if (part_start == step.position / part_tokens * part_tokens) {
                 const int64_t at = head * page_tokens + step.position % page_tokens;
                 write_cache(cache.code, of_page[0], of_page[2], at, k + head * a.head_dim, a.head_dim);
                 write_cache(cache.code, of_page[1], of_page[3], at, shared.v + head * a.head_dim, a.head_dim);
             }
-            const int64_t begin = larger(start - page * page_tokens, 0);
-            const int64_t end = smaller(stop - page * page_tokens, page_tokens);
+            const int64_t begin = larger(start, part_start) - page * page_tokens;
+            const int64_t end = smaller(stop, part_start + part_tokens) - page * page_tokens;
             const auto attend = [&](auto which) {
                 attend_page<decltype(which)>(a, of_page, head, begin, end, q + query * a.head_dim, queries, scores,
                                              partials + query, outs + query * a.head_dim);
@@ -249,16 +252,16 @@ struct Worker {
 
         const int64_t o_first = first_of(q_rows), o_last = last_of(q_rows);
         for (int64_t head = o_first / a.head_dim; head * a.head_dim < o_last; head++)
-            merge_head(a, head, units, pages, larger(o_first, head * a.head_dim),
+            merge_head(a, head, units, parts, larger(o_first, head * a.head_dim),
                        smaller(o_last, (head + 1) * a.head_dim));
         add_rows(a.o.matrix, {nullptr, q_rows}, o_first, o_last, shared.attended, a.compute, sums, own_y(0));
     }
 
-    // Elements [first, last) of what a head attended to, from the threads that had pages of it.
-    void merge_head(const Attention& a, int64_t head, int64_t units, int64_t pages, int64_t first, int64_t last) const {
+    // Elements [first, last) of what a head attended to, from the threads that had tokens of it.
+    void merge_head(const Attention& a, int64_t head, int64_t units, int64_t parts, int64_t first, int64_t last) const {
         const int64_t kv_head = head / (a.heads / a.kv_heads);
         const auto had = [&](int64_t t) {
-            return units * t / team < (kv_head + 1) * pages && units * (t + 1) / team > kv_head * pages &&
+            return units * t / team < (kv_head + 1) * parts && units * (t + 1) / team > kv_head * parts &&
                    units * t / team < units * (t + 1) / team;
         };
         float peak = -INFINITY, sum = 0;

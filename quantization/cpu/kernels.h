@@ -150,6 +150,7 @@ extern const Kernels portable_kernels;
 extern const Kernels avx2_kernels;
 extern const Kernels avx_vnni_kernels;
 extern const Kernels avx512_kernels;
+extern const Kernels avx512_vbmi_kernels;
 
 // The products of many rows of activations, on CPUs with AMX: x and a, and every weight, are rounded to bfloat16 and
 // products summed in float32. Offsets go with scales only. Only where amx_available().

@@ -4,11 +4,11 @@
 //   Vec, width                       a register of `width` floats; 32 columns are vecs = 32 / width registers
 //   zero set1 store add mul fma sum  the usual; load takes floats, bfloat16 or signed bytes; none needs alignment
 //   Decoder<kind>                    scale(s), then decode(codes of 32 columns, Vec[vecs]): value * s
-//   IntegerGroup<kind, group>        prepare(numbers of -32512..32512, x, corrections) brings the activations of a
-//                                    group into the order in which the weights are held, two bytes a column, and fills
-//                                    `corrections` numbers that dot() adds; load(codes of a group, Table), then
-//                                    dot(x, corrections): sums of products, as float lanes
-//   mul_scales(bfloat16 scales, floats, count up to 16, out)   their products
+//   IntegerGroup<kind, group>        prepare(numbers of -32512..32512, x) brings the activations of a group into the
+//                                    order in which the weights are held, two bytes a column; load(codes of a group,
+//                                    Table), then dot(x): sums of products of weight + bias, as float lanes
+//   mul_scales(bfloat16 scales, floats, corrections, count up to 16, out, sums)   products of the first two to `out`;
+//                                    returns sums + out * corrections
 //   store_sums(a, b, c, d, out)      the sums of four registers
 //   sums_rows                        whether add_8_rows and add_sums are there, see accumulate.h
 //

@@ -27,7 +27,7 @@ namespace {
 
 #ifdef HF_SPARSE_AMX
 const Kernels amx_kernels = [] {
-    Kernels kernels = avx512_kernels;
+    Kernels kernels = avx512_vbmi_kernels;
     kernels.many_row_product = amx_row_product;
     kernels.many_accumulate = amx_accumulate;
     return kernels;
@@ -37,7 +37,7 @@ const Kernels amx_kernels = [] {
 const Kernels* const by_level[] = {
     &portable_kernels,
 #ifdef HF_SPARSE_X86
-    &avx2_kernels,     &avx512_kernels,
+    &avx2_kernels,     &avx512_kernels, &avx512_vbmi_kernels,
 #endif
 #ifdef HF_SPARSE_AVX_VNNI
     &avx_vnni_kernels,
@@ -70,9 +70,11 @@ nb::dict levels() {
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("fma")) {
+        const bool vbmi = __builtin_cpu_supports("avx512vbmi");
 #ifdef HF_SPARSE_AMX
-        if (amx_available()) found["amx"] = place_of(&amx_kernels);
+        if (vbmi && amx_available()) found["amx"] = place_of(&amx_kernels);
 #endif
+        if (vbmi) found["avx512_vbmi"] = place_of(&avx512_vbmi_kernels);
         found["avx512_vnni"] = place_of(&avx512_kernels);
     }
 #ifdef HF_SPARSE_AVX_VNNI

@@ -62,13 +62,15 @@ struct Isa {
         out[2] = sum(c);
         out[3] = sum(d);
     }
-    static void mul_scales(const uint16_t* scales, const float* by, int64_t count, float* out) {
+    static Vec mul_scales(const uint16_t* scales, const float* by, const float*, int64_t count, float* out,
+                          const Vec& sums) {
         for (int64_t i = 0; i < count; i++) {
             const uint32_t bits = static_cast<uint32_t>(scales[i]) << 16;
             float scale;
             __builtin_memcpy(&scale, &bits, sizeof scale);
             out[i] = scale * by[i];
         }
+        return sums;
     }
     static void pause() {}
 
@@ -101,7 +103,7 @@ struct Isa {
         }
     };
 
-    static constexpr int corrections = 0;
+    static constexpr float bias = 0;
     static constexpr bool sums_rows = false;
 
     template <Kind kind, int group_size>
@@ -112,11 +114,11 @@ struct Isa {
             for (int i = 0; i < group_size; i += 32)
                 bytes_of<kind>(codes + (kind == four_bit ? i / 2 : i), table.values, weights + i);
         }
-        static void prepare(const int16_t* numbers, int8_t* x, int32_t*) {
+        static void prepare(const int16_t* numbers, int8_t* x) {
             __builtin_memcpy(x, numbers, group_size * sizeof *numbers);
         }
         // The whole sum in the first lane.
-        Vec dot(const int8_t* x, const int32_t*) const {
+        Vec dot(const int8_t* x) const {
             int16_t numbers[group_size];
             __builtin_memcpy(numbers, x, sizeof numbers);
             int32_t total = 0;

@@ -73,18 +73,19 @@ inline void integer_rows_at(const Matrix& matrix, const Selection& selection, in
     for (int64_t start = 0; start < x.groups; start += chunk) {
         const int64_t groups = smaller(chunk, x.groups - start);
         alignas(64) float scales[count][chunk];
-        for (int r = 0; r < count; r++) Isa::mul_scales(rows.scales[r] + start, x.scales + start, groups, scales[r]);
+        for (int r = 0; r < count; r++)
+            sums[r][1] = Isa::mul_scales(rows.scales[r] + start, x.scales + start, x.corrections + start, groups,
+                                         scales[r], sums[r][1]);
         const auto add_group = [&](int k, int which) {
             const int64_t group = start + k;
             const int8_t* bytes = x.bytes + 2 * group * group_size;
-            const int32_t* corrections = x.corrections + group * Isa::corrections;
             for (int r = 0; r < count; r++) {
                 const int64_t byte = group * group_bytes;
                 if (group_bytes >= 64 || group % (64 / group_bytes) == 0) prefetch(rows.next[r] + byte);
                 if (group_bytes > 64) prefetch(rows.next[r] + byte + 64);
                 Group weights;
                 weights.load(rows.codes[r] + byte, table);
-                sums[r][which] = Isa::fma(weights.dot(bytes, corrections), Isa::set1(scales[r][k]), sums[r][which]);
+                sums[r][which] = Isa::fma(weights.dot(bytes), Isa::set1(scales[r][k]), sums[r][which]);
             }
         };
         if (groups == chunk) {
@@ -202,6 +203,7 @@ inline void integer_tile(const Matrix& matrix, const Selection& selection, int64
     const Isa::Table table(matrix.table);
     const Rows<kind, rows> weights(matrix, selection, first, last, rows);
     Vec sums[rows][count];
+    float corrections[rows][count] = {};
     for (int r = 0; r < rows; r++) {
         for (int i = 0; i < count; i++) sums[r][i] = Isa::zero();
     }
@@ -214,15 +216,15 @@ inline void integer_tile(const Matrix& matrix, const Selection& selection, int64
             const float scale = from_bf16(weights.scales[r][group]);
             for (int i = 0; i < count; i++) {
                 const int64_t at = (t + i) * x.groups + group;
-                const Vec products =
-                    values.dot(x.bytes + 2 * ((t + i) * x.padded + group * group_size), x.corrections + at * Isa::corrections);
+                const Vec products = values.dot(x.bytes + 2 * ((t + i) * x.padded + group * group_size));
                 sums[r][i] = Isa::fma(products, Isa::set1(scale * x.scales[at]), sums[r][i]);
+                corrections[r][i] += scale * x.scales[at] * x.corrections[at];
             }
         }
     }
     for (int r = 0; r < rows; r++) {
         for (int i = 0; i < count; i++) {
-            float total = Isa::sum(sums[r][i]);
+            float total = Isa::sum(sums[r][i]) + corrections[r][i];
             if (matrix.offsets) {
                 const Row<kind> row(matrix, row_at(selection, first + r));
                 total += offset_part(row.offsets, x.sums + (t + i) * x.groups, x.groups);

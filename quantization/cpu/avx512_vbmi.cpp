@@ -1,0 +1,11 @@
+// AVX-512 with VNNI and VBMI.
+
+#include "avx512_isa.h"
+#include "loops.h"
+
+namespace hf_sparse {
+
+const Kernels avx512_vbmi_kernels = {quantize, dequantize, row_product, accumulate, active_neurons,
+    decode_bytes, decode, nullptr, nullptr};
+
+}  // namespace hf_sparse
