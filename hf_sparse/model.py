@@ -38,6 +38,7 @@ from hf_sparse.modeling import (
 )
 
 from .checkpoint import Checkpoint, open_checkpoint
+from .generation import decode_alone, decodes_alone
 from .log import logger, warn_once
 from .plan import PlacementPlan
 from .report import PlacementSummary, summarize_placement
@@ -108,30 +109,18 @@ class SparseMixin(PreTrainedModel, GenerationMixin):
                 logger.info("Decoding goes through transformers' modules: %s", reason)
         return self._engine
 
-    def _native_logits(
-        self,
-        input_ids: Tensor | None,
-        cache: Any,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-    ) -> Tensor | None:
-        """Logits float32 [1, vocabulary] of a decode step; None where it is none, or not one for native code."""
-        if input_ids is None or input_ids.shape != (1, 1) or not isinstance(cache, Cache) or self.training:
-            return None
-        seen = cache.get_seq_length()
-        if seen == 0 or (engine := self.engine()) is None or engine.observed():
-            return None
-        if attention_mask is not None and not (
-            attention_mask.dim() == 2 and attention_mask.shape[1] == seen + 1 and bool(attention_mask.all())
-        ):
-            return None
-        if position_ids is not None and not (position_ids.shape == (1, 1) and int(position_ids) == seen):
+    def native_logits(self, token: Tensor, cache: Cache) -> Tensor | None:
+        """Logits float32 [1, vocabulary] that follow `token`, int64 [1, 1], after what `cache` holds, which gets its
+        keys and values. None, and nothing is changed, where native code does not decode this: no engine, a hook on a
+        part of the model, an empty cache or one of another kind.
+        """
+        if (engine := self.engine()) is None or engine.observed() or self.training or cache.get_seq_length() == 0:
             return None
         if not isinstance(cache.layers[0], PagedCacheLayer) and not use_pages(
             cache, self.config.num_hidden_layers, self.cache_dtype
         ):
             return None
-        return engine.logits(input_ids, cache, rules=skipping_mode() != "never")
+        return engine.logits(token, cache, rules=skipping_mode() != "never")
 
     def _native_step(self, *args: Any, **kwargs: Any) -> CausalLMOutputWithPast | None:
         """The output of `forward` for a decode step; None where the family's own `forward` is to compute it."""
@@ -142,10 +131,31 @@ class SparseMixin(PreTrainedModel, GenerationMixin):
             return None
         if self.config.output_attentions or kwargs.get("return_dict", self.config.return_dict) is False:
             return None
-        names = ("input_ids", "attention_mask", "position_ids")
-        inputs = {name: kwargs.get(name) for name in names}
-        logits = self._native_logits(cache=cache, **inputs)
+        token, mask, positions = (kwargs.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
+        if token is None or token.shape != (1, 1) or not isinstance(cache, Cache):
+            return None
+        seen = cache.get_seq_length()
+        if mask is not None and not (mask.dim() == 2 and mask.shape[1] == seen + 1 and bool(mask.all())):
+            return None
+        if positions is not None and not (positions.shape == (1, 1) and int(positions) == seen):
+            return None
+        logits = self.native_logits(token, cache)
         return None if logits is None else CausalLMOutputWithPast(logits=logits[None].to(self.dtype), cache=cache)
+
+    def _sample(  # type: ignore[override]  # the names are transformers'
+        self,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
+        if self.engine() is not None and decodes_alone(input_ids, generation_config, synced_gpus, model_kwargs):
+            return decode_alone(self, *arguments, streamer, model_kwargs)
+        return super()._sample(*arguments, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs)
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:
         made_here = model_kwargs.get("cache") is None

@@ -110,6 +110,10 @@ class Engine:
             self._counts[number] = mlp.counters
             mlp.counters = self._counts[number]
         self._vocabulary = self._make_head(config, names)
+        head = model.get_output_embeddings()
+        path = next(path for path, module in model.named_modules() if module is head)
+        self._head_owner, self._head_name = model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]
+        self._embed = model.get_input_embeddings()
         self._state = self._current_state()
         self._rotation_array = array("q", [0] * 4)
         self._tables: PageTables | None = None
@@ -244,7 +248,7 @@ class Engine:
     # Whether it still applies
 
     def _current_state(self) -> list[Any]:
-        state: list[Any] = [self._model.get_output_embeddings()]
+        state: list[Any] = [self._head_owner._modules[self._head_name]]
         for attention, mlp in self._blocks:
             state += (attention.shards, mlp.shards, mlp.rule, mlp.predictor)
         return state
@@ -272,7 +276,7 @@ class Engine:
             return None
         for i, (_, rotations) in enumerate(self._rotations):
             self._rotation_array[2 * i], self._rotation_array[2 * i + 1] = rotations.addresses(position)
-        states = self._model.get_input_embeddings()(token).to(torch.float32).contiguous()
+        states = self._embed(token).to(torch.float32).contiguous()
         headless = self._vocabulary is None
         out = torch.empty(1, states.shape[-1] if self._vocabulary is None else self._vocabulary)
         self._decoder.run(

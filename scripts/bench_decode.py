@@ -176,7 +176,7 @@ def generate(model: Any, ids: Tensor, new_tokens: int) -> DecodeClock:
     model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
-        min_new_tokens=new_tokens,
+        eos_token_id=None,
         max_new_tokens=new_tokens,
         do_sample=False,
         pad_token_id=0,

@@ -92,7 +92,7 @@ def test_magnitude_rule_leaves_out_what_lies_below_the_threshold(shape, tiers, r
 
 
 def test_each_row_of_a_batch_equals_its_solo_run():
-    block, _ = make("gated", nn.SiLU(), "nf4", "int8")
+    block, _ = make("gated", nn.SiLU(), "nf4", "fp32")
     place(block, 2)
     block.rule = SkipRule("magnitude", 0.3)
     x = torch.randn(5, D_MODEL, generator=torch.Generator().manual_seed(7))

@@ -102,13 +102,17 @@ def check(matrix: NeuronMatrix, n: int, compute_dtype: str, generator: torch.Gen
     if matrix.offsets is not None:  # is added up beside what is above it
         offsets = matrix.offsets.float().repeat_interleave(matrix.group_size, dim=1)[:, : matrix.cols]
         magnitudes = (weight - offsets).abs() + offsets.abs()
+    # Integer products take weights plus 128 and subtract the same of the sum afterwards.
+    scales = matrix.tensors()["scales"].float().abs()
+    bias = 128 * scales.repeat_interleave(matrix.group_size, dim=1)[:, : matrix.cols]
     rounded = goes_through_bf16(compute_dtype, n)
     for index in indices(matrix.rows, generator):
         rows = weight if index is None else weight[index.long()]
         x = torch.randn(n, matrix.cols, generator=generator)
         seen = reference.round_activations(x, compute_dtype, matrix.group_size)
         y = gathered_row_product(matrix, x, index, compute_dtype=compute_dtype)
-        summed = magnitudes if index is None else magnitudes[index.long()]
+        summed = magnitudes + bias if compute_dtype == "int8" else magnitudes
+        summed = summed if index is None else summed[index.long()]
         assert_product(y, seen, rows.T, matrix.cols // 8, rounded=rounded, summed=summed.T)
         a = torch.randn(n, len(rows), generator=generator)
         seen = a.bfloat16().float() if compute_dtype == "bf16" else a
