@@ -8,13 +8,14 @@ if __name__ != "hf_sparse.quantization":  # a second name would make a second co
 from .codebooks import COMPUTE_DTYPES, GROUP_SIZES, WEIGHT_DTYPES
 from .native import instruction_set, instruction_sets
 from .neuron_matrix import NeuronMatrix
-from .ops import gathered_accumulate, gathered_row_product
+from .ops import active_neurons, gathered_accumulate, gathered_row_product
 
 __all__ = [
     "COMPUTE_DTYPES",
     "GROUP_SIZES",
     "WEIGHT_DTYPES",
     "NeuronMatrix",
+    "active_neurons",
     "gathered_accumulate",
     "gathered_row_product",
     "instruction_set",

@@ -1,5 +1,5 @@
-"""The two products that skip rows: one function each; few activations go to a native kernel, many to a dense matrix
-product.
+"""The two products that skip rows, and what finds the rows: one function each; few activations go to a native kernel,
+many to a dense matrix product.
 
 Both multiply by the weights that `NeuronMatrix.dequantize` gives and sum in float32; they agree with reference.py up to
 the order of that sum and, where many bf16 activations go through torch's bf16 matrix product, up to its rounding of
@@ -106,6 +106,37 @@ def gathered_accumulate(
         out += a[:, start : start + len(rows)].to(dtype) @ rows
         start += len(rows)
     return out
+
+
+def active_neurons(
+    fc1: NeuronMatrix, fc2: NeuronMatrix, bias: Tensor, x: Tensor, compute_dtype: str = "fp32"
+) -> Tensor:
+    """int64, ascending: the rows of `fc2` whose score fc2 @ relu(fc1 @ x) + bias is above zero. NaN counts as above it,
+    so that it is not hidden.
+
+    `fc1` [r, cols], `fc2` [neurons, r], `bias` floating [neurons], `x` floating [1, cols], one token. `compute_dtype`
+    as for `gathered_row_product`, for both products.
+
+    Raises ValueError for another shape, dtype or device.
+    """
+    if fc2.cols != fc1.rows:
+        raise ValueError(f"fc2: expected [neurons, {fc1.rows}], the rows of fc1, got [{fc2.rows}, {fc2.cols}]")
+    if bias.shape != (fc2.rows,) or not bias.is_floating_point():
+        raise ValueError(f"bias: expected floating [{fc2.rows}], got {bias.dtype} {list(bias.shape)}")
+    for name, device in (("fc2", fc2.device), ("bias", bias.device)):
+        if device != fc1.device:
+            raise ValueError(f"{name}: on {device}, but fc1 is on {fc1.device}")
+    _checked(fc1, x, "x", fc1.cols, None, compute_dtype)
+    if x.shape[0] != 1:
+        raise ValueError(f"x: expected one token, floating [1, {fc1.cols}], got {list(x.shape)}")
+    x = x.detach()  # a choice has no gradient
+    level, packed1, packed2 = native.level(), fc1.native(), fc2.native()
+    if level is not None and packed1 is not None and packed2 is not None:
+        bias, x = bias.detach().to(torch.float32).contiguous(), x.to(torch.float32).contiguous()
+        return native.active_neurons(level, packed1, packed2, bias, x, compute_dtype)
+    hidden = gathered_row_product(fc1, x, compute_dtype=compute_dtype).relu_()
+    scores = gathered_row_product(fc2, hidden, compute_dtype=compute_dtype) + bias
+    return (~(scores <= 0))[0].nonzero().flatten()
 
 
 def _checked(

@@ -6,9 +6,9 @@ namespace {
 
 constexpr int64_t rows_per_sum = 64;  // whose factors share a scale when rows are summed in integers
 
-// Columns of y that a sum may write to: whole groups, and whole pairs of blocks.
+// Columns of y that a sum may write to: whole groups, and whole blocks of a sum in integers.
 inline int64_t sum_width(const Matrix& matrix) {
-    return rounded_up(groups_of(matrix.cols, matrix.group_size) * matrix.group_size, 64);
+    return rounded_up(groups_of(matrix.cols, matrix.group_size) * matrix.group_size, block_columns);
 }
 
 // y[c] += sum over `count` rows of a[r] * weight[r, c], for columns [start, stop), unpacked in registers.
@@ -76,17 +76,15 @@ bool round_factors(const Matrix& matrix, const Selection& selection, int64_t fir
                    const SumMemory& memory) {
     const int64_t groups = groups_of(matrix.cols, matrix.group_size), stride = SumMemory::stride_of(matrix);
     const int64_t padded = rounded_up(count, 8);
-    for (int64_t g = 0; g < stride; g++) {
-        memory.scales[g] = 0;
-        memory.constants[g] = 0;
-    }
+    const uint16_t* rows[rows_per_sum];
     for (int64_t r = 0; r < count; r++) {
-        const Row<kind> row(matrix, row_at(selection, first + r));
+        rows[r] = Row<kind>(matrix, row_at(selection, first + r)).scales;
         if ((bits_of(a[first + r]) & 0x7fffffff) >= 0x7f800000) return false;
-        for (int64_t g = 0; g < groups; g += 16)
-            Vectors::scale_factors(row.scales + g, a[first + r], groups - g, memory.factors + r * stride + g,
-                                   memory.scales + g);
     }
+    std::memset(memory.scales, 0, sizeof(float) * static_cast<size_t>(stride));
+    std::memset(memory.constants, 0, sizeof(int32_t) * static_cast<size_t>(stride));
+    for (int64_t g = 0; g < groups; g += 16)
+        Vectors::scale_factors(rows, a + first, count, g, groups - g, memory.factors + g, stride, memory.scales + g);
     for (int64_t r = count; r < padded; r++)
         std::memset(memory.factors + r * stride, 0, sizeof(float) * static_cast<size_t>(stride));
     for (int64_t start = 0; start < groups; start += 16) {
@@ -107,12 +105,13 @@ bool round_factors(const Matrix& matrix, const Selection& selection, int64_t fir
 }
 
 // The same sums in integers: each row times a factor that is rounded to 16 bits, relative to the largest of 64 rows.
-template <Kind kind, bool halves, typename Vectors = Isa>  // a parameter: some have no such operations
+template <Kind kind, int group_size, typename Vectors = Isa>  // a parameter: some have no such operations
 void add_rows_as_integers(const Matrix& matrix, const Selection& selection, int64_t first, int64_t last, const float* a,
                           float* y, const SumMemory& memory) {
+    using Block = typename Vectors::template SumBlock<kind, group_size>;
     const Isa::Table table(matrix.table);
-    const int64_t padded = groups_of(matrix.cols, matrix.group_size) * matrix.group_size;
-    const int64_t stride = SumMemory::stride_of(matrix), group_size = matrix.group_size;
+    const int64_t groups = groups_of(matrix.cols, group_size), padded = groups * group_size;
+    const int64_t stride = SumMemory::stride_of(matrix), row_bytes = Row<kind>::columns_to_bytes(padded);
     const int64_t ahead = larger(8, rows_ahead<kind>(matrix));
     for (int64_t start = first; start < last; start += rows_per_sum) {
         const int64_t count = smaller(rows_per_sum, last - start);
@@ -120,34 +119,27 @@ void add_rows_as_integers(const Matrix& matrix, const Selection& selection, int6
             add_rows_as_floats<kind>(matrix, selection, start, start + count, a, y);
             continue;
         }
-        const auto second_group = [&](int64_t c) { return halves ? c / 32 + 1 : c / group_size; };
-        for (int64_t c = 0; c < padded; c += 64) {
-            const int64_t group = c / group_size;
-            Vectors::template set_sums<kind>(memory.constants[group], memory.constants[second_group(c)], memory.sums + c);
-        }
+        for (int64_t c = 0; c < padded; c += Block::columns)
+            Block::start(memory.constants + c / group_size, memory.sums + c);
         for (int64_t r = 0; r < count; r += 8) {
             const uint8_t *codes[8], *next[8];
             for (int64_t k = 0; k < 8; k++) {
                 const int64_t at = smaller(start + r + k, last - 1), later = smaller(start + r + k + ahead, last - 1);
                 codes[k] = Row<kind>(matrix, row_at(selection, at)).codes;
-                const Row<kind> fetched(matrix, row_at(selection, later));
-                next[k] = fetched.codes;
-                for (int64_t g = 0; g < padded / group_size; g += 32) prefetch(fetched.scales + g);
+                next[k] = Row<kind>(matrix, row_at(selection, later)).codes;
+                // The scales of the next 64 rows are read all at once.
+                const Row<kind> next_sum(matrix, row_at(selection, smaller(at + rows_per_sum, last - 1)));
+                for (int64_t g = 0; g < groups; g += 32) prefetch(next_sum.scales + g);
             }
-            for (int64_t c = 0; c < padded; c += 64) {
-                if (kind == eight_bit || c % 128 == 0) {
-                    for (const uint8_t* at : next) prefetch(at + Row<kind>::columns_to_bytes(c));
-                }
-                const int64_t at = r / 4 * stride + c / group_size;
-                Vectors::template add_8_rows<kind, halves>(codes, padded - c < 64, table, memory.low + at, memory.high + at,
-                                                           stride, memory.sums + c);
-                for (const uint8_t*& of_row : codes) of_row += Row<kind>::columns_to_bytes(64);
+            for (int64_t c = 0; c < padded; c += Block::columns) {
+                const int64_t byte = Row<kind>::columns_to_bytes(c), at = r / 4 * stride + c / group_size;
+                for (const uint8_t* from : next) prefetch(from + byte);
+                Block::add_8_rows(codes, byte, row_bytes - byte, table, memory.low + at, memory.high + at, stride,
+                                  memory.sums + c);
             }
         }
-        for (int64_t c = 0; c < padded; c += 64) {
-            const float scales[2] = {memory.scales[c / group_size], memory.scales[second_group(c)]};
-            Vectors::template add_sums<kind>(memory.sums + c, scales, y + c);
-        }
+        for (int64_t c = 0; c < padded; c += Block::columns)
+            Block::finish(memory.sums + c, memory.scales + c / group_size, y + c);
     }
 }
 
@@ -178,11 +170,12 @@ inline void add_rows(const Matrix& matrix, const Selection& selection, int64_t f
     const auto of_kind = [&](auto which) {
         constexpr Kind kind = static_cast<Kind>(decltype(which)::value);
         if constexpr (Isa::sums_rows) {
-            const SumMemory sums(matrix, memory);
-            if (compute == int8 && matrix.group_size == 32)
-                return add_rows_as_integers<kind, true>(matrix, selection, first, last, a, y, sums);
-            if (compute == int8)
-                return add_rows_as_integers<kind, false>(matrix, selection, first, last, a, y, sums);
+            if (compute == int8) {
+                const SumMemory sums(matrix, memory);
+                if (matrix.group_size == 32) return add_rows_as_integers<kind, 32>(matrix, selection, first, last, a, y, sums);
+                if (matrix.group_size == 64) return add_rows_as_integers<kind, 64>(matrix, selection, first, last, a, y, sums);
+                return add_rows_as_integers<kind, 128>(matrix, selection, first, last, a, y, sums);
+            }
         }
         add_rows_as_floats<kind>(matrix, selection, first, last, a, y);
     };

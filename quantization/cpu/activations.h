@@ -9,12 +9,12 @@ constexpr float whole_limit = 32512;  // 127 * 256 + a low byte of 0: the high b
 // Rows of activations for matrices of one width and group size, padded with zeros to whole groups. Either `floats`, or
 // whole numbers times a scale per group. A row that holds NaN or infinity has scales of NaN.
 struct Activations {
-    float* floats;         // [n, padded]; null: whole numbers
-    int8_t* bytes;         // [n, 2 * padded]
+    float* floats;         // [n, stride]; null: whole numbers
+    int8_t* bytes;         // [n, 2 * stride]
     float* scales;         // [n, groups]
     float* corrections;    // [n, groups]: what the products of a group's biased weights are too much by, times -1
     float* sums;           // [n, groups]: what an offset is multiplied by
-    int64_t cols, padded, groups, group_size;
+    int64_t cols, padded, stride, groups, group_size;
 };
 
 struct ActivationMemory {
@@ -22,7 +22,7 @@ struct ActivationMemory {
     Activations rows;
 
     static int64_t bytes_of(int64_t padded, int64_t groups) {
-        return rounded_up(4 * padded, 64) + 3 * rounded_up(4 * groups, 64);
+        return 4 * rounded_up(padded, block_columns) + 3 * rounded_up(4 * groups, 64);
     }
     ActivationMemory(int64_t n, int64_t cols, int64_t group_size, Compute compute)
         : memory(n * bytes_of(rounded_up(cols, group_size), groups_of(cols, group_size))) {
@@ -33,11 +33,12 @@ struct ActivationMemory {
         const int64_t groups = groups_of(cols, group_size), padded = groups * group_size;
         rows->cols = cols;
         rows->padded = padded;
+        rows->stride = rounded_up(padded, block_columns);
         rows->groups = groups;
         rows->group_size = group_size;
         rows->floats = compute == int8 ? nullptr : reinterpret_cast<float*>(at);
         rows->bytes = compute == int8 ? reinterpret_cast<int8_t*>(at) : nullptr;
-        at += n * rounded_up(4 * padded, 64);
+        at += n * 4 * rows->stride;
         rows->corrections = reinterpret_cast<float*>(at);
         at += n * rounded_up(4 * groups, 64);
         rows->scales = reinterpret_cast<float*>(at);
@@ -48,36 +49,39 @@ struct ActivationMemory {
 
 template <Kind kind, int group_size>
 inline void round_row(const float* x, int64_t row, const Activations& out) {
-    int8_t* bytes = out.bytes + row * 2 * out.padded;
+    using Block = Isa::IntegerBlock<kind, group_size>;
+    int8_t* bytes = out.bytes + row * 2 * out.stride;
     float* scales = out.scales + row * out.groups;
     bool finite = true;
-    for (int64_t group = 0; group < out.groups; group++) {
-        float values[group_size] = {};
-        const int64_t start = group * group_size;
-        std::memcpy(values, x + start, static_cast<size_t>(smaller(group_size, out.cols - start)) * sizeof(float));
-        const uint32_t magnitude = largest_magnitude_bits(values, group_size);
-        finite = finite && magnitude < 0x7f800000;
-        float scale = from_bits(magnitude) / whole_limit;
-        if (!(scale >= smallest_scale)) scale = 0;
-        int16_t numbers[group_size];
-        int32_t sum = 0;
-        for (int64_t i = 0; i < group_size; i++) {
-            const float ratio = scale == 0 ? 0.0f : values[i] / scale;
-            const int32_t number = static_cast<int32_t>(to_whole(ratio, whole_limit));
-            numbers[i] = static_cast<int16_t>(number);
-            sum += number;
+    for (int64_t start = 0; start < out.padded; start += Block::columns) {
+        int16_t numbers[Block::columns] = {};
+        for (int64_t group = start / group_size; group < smaller(start / group_size + Block::groups, out.groups); group++) {
+            float values[group_size] = {};
+            const int64_t at = group * group_size;
+            std::memcpy(values, x + at, static_cast<size_t>(smaller(group_size, out.cols - at)) * sizeof(float));
+            const uint32_t magnitude = largest_magnitude_bits(values, group_size);
+            finite = finite && magnitude < 0x7f800000;
+            float scale = from_bits(magnitude) / whole_limit;
+            if (!(scale >= smallest_scale)) scale = 0;
+            int32_t sum = 0;
+            for (int64_t i = 0; i < group_size; i++) {
+                const float ratio = scale == 0 ? 0.0f : values[i] / scale;
+                const int32_t number = static_cast<int32_t>(to_whole(ratio, whole_limit));
+                numbers[at - start + i] = static_cast<int16_t>(number);
+                sum += number;
+            }
+            scales[group] = scale;
+            out.sums[row * out.groups + group] = scale * static_cast<float>(sum);
+            out.corrections[row * out.groups + group] = -Isa::bias * static_cast<float>(sum);
         }
-        scales[group] = scale;
-        out.sums[row * out.groups + group] = scale * static_cast<float>(sum);
-        out.corrections[row * out.groups + group] = -Isa::bias * static_cast<float>(sum);
-        Isa::IntegerGroup<kind, group_size>::prepare(numbers, bytes + 2 * start);
+        Block::prepare(numbers, bytes + 2 * start);
     }
     if (finite) return;
     for (int64_t group = 0; group < out.groups; group++) scales[group] = NAN;
 }
 
 inline void pad_row(const float* x, int64_t row, bool bf16_too, const Activations& out) {
-    float* to = out.floats + row * out.padded;
+    float* to = out.floats + row * out.stride;
     if (bf16_too) {
         for (int64_t c = 0; c < out.cols; c++) to[c] = round_to_bf16(x[c]);
     } else {

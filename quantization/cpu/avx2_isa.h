@@ -86,10 +86,11 @@ struct Isa {
     };
 
     template <Kind kind, int group_size>
-    struct IntegerGroup {
+    struct IntegerBlock {
+        static constexpr int columns = group_size, groups = 1, bytes = kind == four_bit ? columns / 2 : columns;
         __m256i weights[group_size / 32];
 
-        void load(const uint8_t* codes, const Table& table) {
+        void load(const uint8_t* codes, int64_t, const Table& table) {
             for (int i = 0; i < group_size / 32; i++)
                 weights[i] = bytes_of<kind>(codes + i * (kind == four_bit ? 16 : 32), table);
         }
@@ -140,6 +141,7 @@ struct Isa {
             return _mm256_cvtepi32_ps(sums);
         }
 #endif
+        static Vec lanes(const float* scales) { return set1(scales[0]); }
     };
 
 #ifdef __AVXVNNI__

@@ -73,22 +73,6 @@ struct Isa {
         }
     };
 
-    // 64 columns plus 128. 4-bit: the low nibbles of 32 bytes fill the lower half of a register, the high nibbles the
-    // upper one; the columns come as 0..15, 32..47, 16..31, 48..63.
-    template <Kind kind>
-    static __m512i bytes_of(const uint8_t* codes, const Table& table) {
-        if constexpr (kind == four_bit) {
-            const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes));
-            return nibbles_of(bytes, table);
-        } else {
-            return _mm512_xor_si512(_mm512_loadu_si512(codes), _mm512_set1_epi8(-128));
-        }
-    }
-    static __m512i nibbles_of(__m256i bytes, const Table& table) {
-        const __m512i shifts = _mm512_set_epi64(4, 4, 4, 4, 0, 0, 0, 0);
-        return table.look_up(_mm512_srlv_epi64(_mm512_broadcast_i64x4(bytes), shifts));
-    }
-
     // Low and high signed bytes of 64 numbers of -32512..32512: number = 256 * high + low.
     static void split(const int16_t* numbers, __m512i* low, __m512i* high) {
         __m256i lows[2], highs[2];
@@ -102,25 +86,53 @@ struct Isa {
         *high = _mm512_inserti64x4(_mm512_castsi256_si512(highs[0]), highs[1], 1);
     }
 
-    template <Kind kind, int group_size>
-    struct IntegerGroup {
-        __m512i weights[group_size / 64];
+    // One 4-byte number per group -> the lanes of its group: 1, 2 or 4 groups share the four 16-byte lanes.
+    template <int groups>
+    static __m512i spread(const void* numbers) {
+        if constexpr (groups == 4) {
+            const __m512i all = _mm512_castsi128_si512(_mm_loadu_si128(static_cast<const __m128i*>(numbers)));
+            return _mm512_permutexvar_epi32(
+                _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0), all);
+        } else {
+            const int* words = static_cast<const int*>(numbers);
+            const __m512i all = _mm512_set1_epi32(words[0]);
+            return groups == 1 ? all : _mm512_mask_set1_epi32(all, 0xff00, words[1]);
+        }
+    }
 
-        void load(const uint8_t* codes, const Table& table) {
-            for (int i = 0; i < group_size / 64; i++)
-                weights[i] = bytes_of<kind>(codes + i * (kind == four_bit ? 32 : 64), table);
+    // Columns multiplied at a time: 64 bytes of codes. 4-bit: 128 columns, of which the low nibbles of lane L are columns
+    // 32 L .. 32 L + 15, the high nibbles the 16 after them, so that a lane belongs to one group. 8-bit: 64 columns, or a
+    // group of 128.
+    template <Kind kind, int group_size>
+    struct IntegerBlock {
+        static constexpr int columns = kind == four_bit || group_size == 128 ? 128 : 64;
+        static constexpr int groups = columns / group_size;
+        static constexpr int bytes = kind == four_bit ? 64 : columns;
+        __m512i weights[columns / 64];
+
+        // `present`: bytes that are there, fewer than a block's at the end of a row.
+        void load(const uint8_t* codes, int64_t present, const Table& table) {
+            for (int i = 0; i < bytes / 64; i++) {
+                const __m512i part = present >= bytes
+                                         ? _mm512_loadu_si512(codes + 64 * i)
+                                         : _mm512_maskz_loadu_epi8((__mmask64(1) << present) - 1, codes + 64 * i);
+                if constexpr (kind == four_bit) {
+                    weights[0] = table.look_up(part);
+                    weights[1] = table.look_up(_mm512_srli_epi16(part, 4));
+                } else {
+                    weights[i] = _mm512_xor_si512(part, _mm512_set1_epi8(-128));
+                }
+            }
         }
 
-        // 64 low bytes, 64 high bytes, and so on.
+        // For each 64 weights held: their low bytes, then their high bytes.
         static void prepare(const int16_t* numbers, int8_t* x) {
-            for (int i = 0; i < group_size / 64; i++) {
+            for (int i = 0; i < columns / 64; i++) {
+                int16_t ordered[64];
+                for (int c = 0; c < 64; c++)
+                    ordered[c] = kind == four_bit ? numbers[c / 16 * 32 + 16 * i + c % 16] : numbers[64 * i + c];
                 __m512i low, high;
-                split(numbers + 64 * i, &low, &high);
-                if constexpr (kind == four_bit) {
-                    const __m512i order = _mm512_set_epi64(7, 6, 3, 2, 5, 4, 1, 0);
-                    low = _mm512_permutexvar_epi64(order, low);
-                    high = _mm512_permutexvar_epi64(order, high);
-                }
+                split(ordered, &low, &high);
                 _mm512_storeu_si512(x + 128 * i, low);
                 _mm512_storeu_si512(x + 128 * i + 64, high);
             }
@@ -128,24 +140,34 @@ struct Isa {
 
         Vec dot(const int8_t* x) const {
             __m512i sums = _mm512_setzero_si512();
-            for (int i = 0; i < group_size / 64; i++)
+            for (int i = 0; i < columns / 64; i++)
                 sums = _mm512_dpbusd_epi32(sums, weights[i], _mm512_loadu_si512(x + 128 * i + 64));
             sums = _mm512_slli_epi32(sums, 8);
-            for (int i = 0; i < group_size / 64; i++)
+            for (int i = 0; i < columns / 64; i++)
                 sums = _mm512_dpbusd_epi32(sums, weights[i], _mm512_loadu_si512(x + 128 * i));
             return _mm512_cvtepi32_ps(sums);
         }
+
+        // The scale of each lane, from those of the block's groups.
+        static Vec lanes(const float* scales) { return _mm512_castsi512_ps(spread<groups>(scales)); }
     };
 
-    // Sums of rows in integers: 8 rows of 64 columns at a time, each row times a factor of 16 bits. The product
-    // instruction wants 4 rows side by side, so their bytes are interleaved; what is accumulated stays in that order.
+    // Sums of rows in integers: 8 rows of 64 bytes at a time, each row times a factor of 16 bits. The product instruction
+    // wants 4 rows side by side, so their bytes are interleaved, before codes are looked up; what is accumulated stays
+    // in that order.
     static constexpr bool sums_rows = true;
 
-    // Largest magnitudes among up to 16 groups of each row's a * scale, which go to `factors` [rows, stride].
-    static void scale_factors(const uint16_t* scales, float a, int64_t count, float* factors, float* largest) {
-        const __m512 products = _mm512_mul_ps(scales_of(scales, first(count)), _mm512_set1_ps(a));
-        _mm512_storeu_ps(factors, products);
-        _mm512_storeu_ps(largest, _mm512_max_ps(_mm512_loadu_ps(largest), _mm512_abs_ps(products)));
+    // Largest magnitudes among up to 16 groups of `rows` rows' a * scale, which go to `factors` [rows, stride].
+    static void scale_factors(const uint16_t* const* scales, const float* a, int64_t rows, int64_t start, int64_t count,
+                              float* factors, int64_t stride, float* largest) {
+        const __mmask16 present = first(count);
+        __m512 most = _mm512_setzero_ps();
+        for (int64_t r = 0; r < rows; r++) {
+            const __m512 products = _mm512_mul_ps(scales_of(scales[r] + start, present), _mm512_set1_ps(a[r]));
+            _mm512_storeu_ps(factors + r * stride, products);
+            most = _mm512_max_ps(most, _mm512_abs_ps(products));
+        }
+        _mm512_storeu_ps(largest, most);
     }
     // Rounds 4 rows of 16 factors, `stride` apart: times `inverse` to whole numbers, whose low and high bytes go side by
     // side to `low` and `high`, and whose sums times -128 are added to `constants`.
@@ -166,79 +188,80 @@ struct Isa {
         _mm512_storeu_si512(constants, _mm512_sub_epi32(_mm512_loadu_si512(constants), _mm512_slli_epi32(sum, 7)));
     }
 
-    // Where the second 32 columns are.
-    template <Kind kind>
-    static constexpr __mmask16 second = kind == four_bit ? 0xf0f0 : 0xff00;
+    template <Kind kind, int group_size>
+    struct SumBlock {
+        static constexpr int columns = kind == four_bit ? 128 : 64;
+        static constexpr int groups = columns > group_size ? columns / group_size : 1;
 
-    // sums[64] = the number for its half of the columns.
-    template <Kind kind>
-    static void set_sums(int32_t first_half, int32_t second_half, int32_t* sums) {
-        const __m512i all = _mm512_mask_set1_epi32(_mm512_set1_epi32(first_half), second<kind>, second_half);
-        for (int k = 0; k < 4; k++) _mm512_storeu_si512(sums + 16 * k, all);
-    }
-
-    // low, high: the bytes of 4 rows' factors, for rows 0..3 and 4..7, `stride` apart. With `halves` (groups of 32) each
-    // half of the columns has factors of its own, side by side. `narrow`: the second half is not there.
-    template <Kind kind, bool halves>
-    static void add_8_rows(const uint8_t* const* codes, bool narrow, const Table& table, const uint32_t* low,
-                           const uint32_t* high, int64_t stride, int32_t* sums) {
-        __m512i lows[4], highs[4];
-        for (int k = 0; k < 4; k++) {
-            lows[k] = _mm512_loadu_si512(sums + 16 * k);
-            highs[k] = _mm512_setzero_si512();
+        // sums[columns] = the constant of each column's group.
+        static void start(const int32_t* constants, int32_t* sums) {
+            for (int k = 0; k < columns / 16; k++) _mm512_storeu_si512(sums + 16 * k, spread<groups>(constants));
         }
+
+        // low, high: the bytes of 4 rows' factors, for rows 0..3 and, `stride` further, 4..7. `present`: bytes that are
+        // there of the 64 from `byte` on.
+        static void add_8_rows(const uint8_t* const* codes, int64_t byte, int64_t present, const Table& table,
+                               const uint32_t* low, const uint32_t* high, int64_t stride, int32_t* sums) {
+            const __mmask64 mask = present >= 64 ? ~__mmask64(0) : (__mmask64(1) << present) - 1;
+            __m512i quads[2][4], lows[2], highs[2];
 #pragma GCC unroll 2
-        for (int quad = 0; quad < 2; quad++) {
-            __m512i rows[4];
+            for (int quad = 0; quad < 2; quad++) {
+                __m512i rows[4];
+                for (int r = 0; r < 4; r++) {
+                    const uint8_t* from = codes[4 * quad + r] + byte;
+                    rows[r] = present >= 64 ? _mm512_loadu_si512(from) : _mm512_maskz_loadu_epi8(mask, from);
+                }
+                const __m512i a = _mm512_unpacklo_epi8(rows[0], rows[1]), b = _mm512_unpackhi_epi8(rows[0], rows[1]);
+                const __m512i c = _mm512_unpacklo_epi8(rows[2], rows[3]), d = _mm512_unpackhi_epi8(rows[2], rows[3]);
+                quads[quad][0] = _mm512_unpacklo_epi16(a, c);
+                quads[quad][1] = _mm512_unpackhi_epi16(a, c);
+                quads[quad][2] = _mm512_unpacklo_epi16(b, d);
+                quads[quad][3] = _mm512_unpackhi_epi16(b, d);
+                lows[quad] = spread<groups>(low + quad * stride);
+                highs[quad] = spread<groups>(high + quad * stride);
+            }
+#pragma GCC unroll 2
+            for (int half = 0; half < columns / 64; half++) {
 #pragma GCC unroll 4
-            for (int r = 0; r < 4; r++) {
-                const uint8_t* from = codes[4 * quad + r];
-                if (!narrow) {
-                    rows[r] = bytes_of<kind>(from, table);
-                } else if constexpr (kind == four_bit) {
-                    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
-                    rows[r] = nibbles_of(_mm256_castsi128_si256(bytes), table);
-                } else {
-                    const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-                    rows[r] = _mm512_xor_si512(_mm512_castsi256_si512(bytes), _mm512_set1_epi8(-128));
+                for (int k = 0; k < 4; k++) {
+                    __m512i weights[2];
+                    for (int quad = 0; quad < 2; quad++) {
+                        const __m512i part = quads[quad][k];
+                        if constexpr (kind == four_bit) {
+                            weights[quad] = table.look_up(half ? _mm512_srli_epi16(part, 4) : part);
+                        } else {
+                            weights[quad] = _mm512_xor_si512(part, _mm512_set1_epi8(-128));
+                        }
+                    }
+                    int32_t* at = sums + 64 * half + 16 * k;
+                    __m512i sum = _mm512_dpbusd_epi32(_mm512_setzero_si512(), weights[0], highs[0]);
+                    sum = _mm512_slli_epi32(_mm512_dpbusd_epi32(sum, weights[1], highs[1]), 8);
+                    sum = _mm512_dpbusd_epi32(sum, weights[0], lows[0]);
+                    sum = _mm512_dpbusd_epi32(sum, weights[1], lows[1]);
+                    _mm512_storeu_si512(at, _mm512_add_epi32(sum, _mm512_loadu_si512(at)));
                 }
             }
-            const __m512i a = _mm512_unpacklo_epi8(rows[0], rows[1]), b = _mm512_unpackhi_epi8(rows[0], rows[1]);
-            const __m512i c = _mm512_unpacklo_epi8(rows[2], rows[3]), d = _mm512_unpackhi_epi8(rows[2], rows[3]);
-            const __m512i quads[4] = {_mm512_unpacklo_epi16(a, c), _mm512_unpackhi_epi16(a, c),
-                                      _mm512_unpacklo_epi16(b, d), _mm512_unpackhi_epi16(b, d)};
-            const auto factors = [&](const uint32_t* of) {
-                const __m512i all = _mm512_set1_epi32(static_cast<int>(of[0]));
-                return halves && !narrow ? _mm512_mask_set1_epi32(all, second<kind>, static_cast<int>(of[1])) : all;
-            };
-            const __m512i l = factors(low + quad * stride), h = factors(high + quad * stride);
-#pragma GCC unroll 4
-            for (int k = 0; k < 4; k++) {
-                lows[k] = _mm512_dpbusd_epi32(lows[k], quads[k], l);
-                highs[k] = _mm512_dpbusd_epi32(highs[k], quads[k], h);
+        }
+
+        // y[columns] += the scale of a column's group * its sum, in the order of the columns.
+        static void finish(const int32_t* sums, const float* scales, float* y) {
+            for (int half = 0; half < columns / 64; half++) {
+                const int32_t* from = sums + 64 * half;
+                const __m512i s0 = _mm512_loadu_si512(from), s1 = _mm512_loadu_si512(from + 16);
+                const __m512i s2 = _mm512_loadu_si512(from + 32), s3 = _mm512_loadu_si512(from + 48);
+                // Lanes of 4 columns: from [register][lane] to [lane][register].
+                const __m512i a = _mm512_shuffle_i32x4(s0, s1, 0x44), b = _mm512_shuffle_i32x4(s0, s1, 0xee);
+                const __m512i c = _mm512_shuffle_i32x4(s2, s3, 0x44), d = _mm512_shuffle_i32x4(s2, s3, 0xee);
+                const __m512i lanes[4] = {_mm512_shuffle_i32x4(a, c, 0x88), _mm512_shuffle_i32x4(a, c, 0xdd),
+                                          _mm512_shuffle_i32x4(b, d, 0x88), _mm512_shuffle_i32x4(b, d, 0xdd)};
+                for (int lane = 0; lane < 4; lane++) {
+                    float* to = y + columns / 4 * lane + 16 * half;
+                    const __m512 scale = _mm512_set1_ps(scales[columns / 4 * lane / group_size]);
+                    _mm512_storeu_ps(to, _mm512_fmadd_ps(_mm512_cvtepi32_ps(lanes[lane]), scale, _mm512_loadu_ps(to)));
+                }
             }
         }
-        for (int k = 0; k < 4; k++)
-            _mm512_storeu_si512(sums + 16 * k, _mm512_add_epi32(lows[k], _mm512_slli_epi32(highs[k], 8)));
-    }
-
-    // y[64] += scale of its half * sums, in the order of the columns.
-    template <Kind kind>
-    static void add_sums(const int32_t* sums, const float* scales, float* y) {
-        const __m512i s0 = _mm512_loadu_si512(sums), s1 = _mm512_loadu_si512(sums + 16);
-        const __m512i s2 = _mm512_loadu_si512(sums + 32), s3 = _mm512_loadu_si512(sums + 48);
-        // Lanes of 4 columns: from [register][lane] to [lane][register].
-        const __m512i a = _mm512_shuffle_i32x4(s0, s1, 0x44), b = _mm512_shuffle_i32x4(s0, s1, 0xee);
-        const __m512i c = _mm512_shuffle_i32x4(s2, s3, 0x44), d = _mm512_shuffle_i32x4(s2, s3, 0xee);
-        const __m512i lanes[4] = {_mm512_shuffle_i32x4(a, c, 0x88), _mm512_shuffle_i32x4(a, c, 0xdd),
-                                  _mm512_shuffle_i32x4(b, d, 0x88), _mm512_shuffle_i32x4(b, d, 0xdd)};
-        for (int k = 0; k < 4; k++) {
-            const int block = kind == four_bit ? (k % 2 * 2 + k / 2) : k;  // where lane k's 16 columns are
-            float* to = y + 16 * block;
-            const __m512 scale = _mm512_set1_ps(scales[block / 2]);
-            _mm512_storeu_ps(to, _mm512_fmadd_ps(_mm512_cvtepi32_ps(lanes[k]), scale, _mm512_loadu_ps(to)));
-        }
-    }
+    };
 };
 
 template <>
@@ -267,41 +290,6 @@ struct Isa::Decoder<eight_bit> {
     void decode(const uint8_t* codes, Vec* out) const {
         for (int k = 0; k < vecs; k++)
             out[k] = _mm512_mul_ps(load(reinterpret_cast<const int8_t*>(codes + 16 * k)), factors);
-    }
-};
-
-// Half a register.
-template <Kind kind>
-struct Isa::IntegerGroup<kind, 32> {
-    __m256i weights;
-
-    void load(const uint8_t* codes, const Table& table) {
-        if constexpr (kind == four_bit) {
-            const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
-            const __m256i nibbles =
-                _mm256_srlv_epi64(_mm256_broadcastsi128_si256(bytes), _mm256_set_epi64x(4, 4, 0, 0));
-            const __m256i values = _mm512_castsi512_si256(table.values);
-            weights = _mm256_shuffle_epi8(values, _mm256_and_si256(nibbles, _mm256_set1_epi8(15)));
-        } else {
-            const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes));
-            weights = _mm256_xor_si256(bytes, _mm256_set1_epi8(-128));
-        }
-    }
-
-    static void prepare(const int16_t* numbers, int8_t* x) {
-        const __m512i all = _mm512_loadu_si512(numbers);
-        const __m512i upper = _mm512_srai_epi16(_mm512_add_epi16(all, _mm512_set1_epi16(128)), 8);
-        const __m256i low = _mm512_cvtepi16_epi8(_mm512_sub_epi16(all, _mm512_slli_epi16(upper, 8)));
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(x), low);
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(x + 32), _mm512_cvtepi16_epi8(upper));
-    }
-
-    Vec dot(const int8_t* x) const {
-        const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
-        const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + 32));
-        const __m256i highs = _mm256_dpbusd_epi32(_mm256_setzero_si256(), weights, high);
-        const __m256i sums = _mm256_dpbusd_epi32(_mm256_slli_epi32(highs, 8), weights, low);
-        return _mm512_zextps256_ps512(_mm256_cvtepi32_ps(sums));
     }
 };
 

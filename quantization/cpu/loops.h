@@ -4,13 +4,14 @@
 //   Vec, width                       a register of `width` floats; 32 columns are vecs = 32 / width registers
 //   zero set1 store add mul fma sum  the usual; load takes floats, bfloat16 or signed bytes; none needs alignment
 //   Decoder<kind>                    scale(s), then decode(codes of 32 columns, Vec[vecs]): value * s
-//   IntegerGroup<kind, group>        prepare(numbers of -32512..32512, x) brings the activations of a group into the
-//                                    order in which the weights are held, two bytes a column; load(codes of a group,
-//                                    Table), then dot(x): sums of products of weight + bias, as float lanes
+//   IntegerBlock<kind, group>        `columns` columns of one or several `groups`: prepare(numbers of -32512..32512, x)
+//                                    brings activations into the order in which weights are held, two bytes a column;
+//                                    load(codes, bytes present, Table), then dot(x): sums of products of weight + bias,
+//                                    as floats, whose scales are lanes(scales of the groups)
 //   mul_scales(bfloat16 scales, floats, corrections, count up to 16, out, sums)   products of the first two to `out`;
 //                                    returns sums + out * corrections
 //   store_sums(a, b, c, d, out)      the sums of four registers
-//   sums_rows                        whether add_8_rows and add_sums are there, see accumulate.h
+//   sums_rows                        whether there is a SumBlock, see accumulate.h
 //
 // All of it has internal linkage: the same template compiled for another instruction set is another function. For that
 // reason too nothing of the standard library that is inline may be called here.
@@ -34,6 +35,7 @@ constexpr int64_t block = 32;                    // columns decoded at a time
 constexpr int64_t tile = 1024;                   // columns of unpacked rows that stay in the first-level cache
 constexpr int64_t weights_per_thread = 1 << 14;  // less is not worth another thread
 constexpr int64_t bytes_ahead = 4096;            // of a matrix that are being fetched while others are multiplied
+constexpr int64_t block_columns = 128;           // most that an IntegerBlock or SumBlock takes
 constexpr int64_t short_row = 2048;              // columns
 constexpr float smallest_scale = 0x1p-126f;
 constexpr uint32_t limit_bits = 0x7f000000;              // 2^127

@@ -107,10 +107,11 @@ struct Isa {
     static constexpr bool sums_rows = false;
 
     template <Kind kind, int group_size>
-    struct IntegerGroup {
+    struct IntegerBlock {
+        static constexpr int columns = group_size, groups = 1, bytes = kind == four_bit ? columns / 2 : columns;
         int8_t weights[group_size];
 
-        void load(const uint8_t* codes, const Table& table) {
+        void load(const uint8_t* codes, int64_t, const Table& table) {
             for (int i = 0; i < group_size; i += 32)
                 bytes_of<kind>(codes + (kind == four_bit ? i / 2 : i), table.values, weights + i);
         }
@@ -127,6 +128,7 @@ struct Isa {
             sums.lanes[0] = static_cast<float>(total);
             return sums;
         }
+        static Vec lanes(const float* scales) { return set1(scales[0]); }
     };
 };
 

@@ -59,56 +59,65 @@ void float_rows(const Matrix& matrix, const Selection& selection, int64_t first,
     if (at < last) some_rows(at, Size<1>());
 }
 
-// `count` rows from position `at` on. Several short rows share the loads of the activations and the end of their sums;
-// of long ones, one at a time keeps the memory busiest.
-template <Kind kind, int group_size, int count>
-inline void integer_rows_at(const Matrix& matrix, const Selection& selection, int64_t at, int64_t last,
-                            const Activations& x, const Isa::Table& table, int64_t ahead, float* out) {
-    using Group = Isa::IntegerGroup<kind, group_size>;
-    constexpr int64_t group_bytes = kind == four_bit ? group_size / 2 : group_size;
+// `rows` rows of weights from position `at` on times `tokens` rows of activations from row t on. Several short rows share
+// the loads of the activations and the end of their sums; of long ones, one at a time keeps the memory busiest.
+template <Kind kind, int group_size, int rows, int tokens>
+inline void integer_tile(const Matrix& matrix, const Selection& selection, int64_t at, int64_t last,
+                         const Activations& x, int64_t t, const Isa::Table& table, int64_t ahead, float* out) {
+    using Block = Isa::IntegerBlock<kind, group_size>;
     constexpr int chunk = 16;  // groups whose scales are formed at a time
-    const Rows<kind, count> rows(matrix, selection, at, last, ahead);
-    Vec sums[count][2];
-    for (int r = 0; r < count; r++) sums[r][0] = sums[r][1] = Isa::zero();
+    const Rows<kind, rows> weights(matrix, selection, at, last, ahead);
+    const int64_t row_bytes = Row<kind>::columns_to_bytes(x.padded);
+    Vec sums[rows][tokens][2];
+    for (auto& of_row : sums) {
+        for (auto& pair : of_row) pair[0] = pair[1] = Isa::zero();
+    }
     for (int64_t start = 0; start < x.groups; start += chunk) {
         const int64_t groups = smaller(chunk, x.groups - start);
-        alignas(64) float scales[count][chunk];
-        for (int r = 0; r < count; r++)
-            sums[r][1] = Isa::mul_scales(rows.scales[r] + start, x.scales + start, x.corrections + start, groups,
-                                         scales[r], sums[r][1]);
-        const auto add_group = [&](int k, int which) {
-            const int64_t group = start + k;
-            const int8_t* bytes = x.bytes + 2 * group * group_size;
-            for (int r = 0; r < count; r++) {
-                const int64_t byte = group * group_bytes;
-                if (group_bytes >= 64 || group % (64 / group_bytes) == 0) prefetch(rows.next[r] + byte);
-                if (group_bytes > 64) prefetch(rows.next[r] + byte + 64);
-                Group weights;
-                weights.load(rows.codes[r] + byte, table);
-                sums[r][which] = Isa::fma(weights.dot(bytes), Isa::set1(scales[r][k]), sums[r][which]);
+        alignas(64) float scales[rows][tokens][chunk];
+        for (int r = 0; r < rows; r++) {
+            for (int i = 0; i < tokens; i++) {
+                const int64_t of_token = (t + i) * x.groups + start;
+                sums[r][i][1] = Isa::mul_scales(weights.scales[r] + start, x.scales + of_token, x.corrections + of_token,
+                                                groups, scales[r][i], sums[r][i][1]);
+            }
+        }
+        const auto add_block = [&](int64_t k, int which, bool whole) {
+            const int64_t byte = (start / Block::groups + k) * Block::bytes;
+            const int8_t* bytes = x.bytes + 2 * (t * x.stride + (start + k * Block::groups) * group_size);
+            for (int r = 0; r < rows; r++) {
+                if (t == 0 && (Block::bytes >= 64 || byte % 64 == 0)) prefetch(weights.next[r] + byte);
+                if (t == 0 && Block::bytes > 64) prefetch(weights.next[r] + byte + 64);
+                Block values;
+                values.load(weights.codes[r] + byte, whole ? int64_t{Block::bytes} : row_bytes - byte, table);
+                for (int i = 0; i < tokens; i++)
+                    sums[r][i][which] = Isa::fma(values.dot(bytes + 2 * i * x.stride),
+                                                 Block::lanes(scales[r][i] + k * Block::groups), sums[r][i][which]);
             }
         };
         if (groups == chunk) {
 #pragma GCC unroll 16
-            for (int k = 0; k < chunk; k++) add_group(k, k % 2);
+            for (int k = 0; k < chunk / Block::groups; k++) add_block(k, k % 2, true);
         } else {
-            int k = 0;
-            for (; k + 2 <= groups; k += 2) {
-                add_group(k, 0);
-                add_group(k + 1, 1);
-            }
-            if (k < groups) add_group(k, 0);
+            int64_t k = 0;
+            for (; (k + 1) * Block::groups <= groups; k++) add_block(k, 0, true);
+            if (k * Block::groups < groups) add_block(k, 1, false);
         }
     }
-    if constexpr (count == 4) {
-        Isa::store_sums(Isa::add(sums[0][0], sums[0][1]), Isa::add(sums[1][0], sums[1][1]),
-                        Isa::add(sums[2][0], sums[2][1]), Isa::add(sums[3][0], sums[3][1]), out + at);
-    } else {
-        for (int r = 0; r < count; r++) out[at + r] = Isa::sum(Isa::add(sums[r][0], sums[r][1]));
+    if constexpr (rows == 4 && tokens == 1) {
+        Isa::store_sums(Isa::add(sums[0][0][0], sums[0][0][1]), Isa::add(sums[1][0][0], sums[1][0][1]),
+                        Isa::add(sums[2][0][0], sums[2][0][1]), Isa::add(sums[3][0][0], sums[3][0][1]),
+                        out + t * selection.count + at);
     }
-    for (int r = 0; matrix.offsets && r < count; r++) {
-        const Row<kind> row(matrix, row_at(selection, at + r));
-        out[at + r] += offset_part(row.offsets, x.sums, x.groups);
+    for (int r = 0; r < rows; r++) {
+        for (int i = 0; i < tokens; i++) {
+            float& result = out[(t + i) * selection.count + at + r];
+            if (rows != 4 || tokens != 1) result = Isa::sum(Isa::add(sums[r][i][0], sums[r][i][1]));
+            if (matrix.offsets) {
+                const Row<kind> row(matrix, row_at(selection, at + r));
+                result += offset_part(row.offsets, x.sums + (t + i) * x.groups, x.groups);
+            }
+        }
     }
 }
 
@@ -118,12 +127,12 @@ void integer_rows(const Matrix& matrix, const Selection& selection, int64_t firs
     const Isa::Table table(matrix.table);
     const int64_t ahead = rows_ahead<kind>(matrix);
     int64_t at = first;
-    if (x.groups * group_size <= short_row) {
+    if (x.padded <= short_row) {
         for (; at + 4 <= last; at += 4)
-            integer_rows_at<kind, group_size, 4>(matrix, selection, at, last, x, table, larger(ahead, 4), out);
+            integer_tile<kind, group_size, 4, 1>(matrix, selection, at, last, x, 0, table, larger(ahead, 4), out);
     }
     for (; at < last; at++)
-        integer_rows_at<kind, group_size, 1>(matrix, selection, at, last, x, table, ahead, out);
+        integer_tile<kind, group_size, 1, 1>(matrix, selection, at, last, x, 0, table, ahead, out);
 }
 
 // Times `n` rows of activations `x`, `stride` apart, -> out[i * out_stride + position].
@@ -170,12 +179,13 @@ inline void product_rows(const Matrix& matrix, const Selection& selection, int64
 
 // One unpacked row times `count` rows of activations.
 template <int count>
-inline void dot_unpacked(const float* row, const float* x, int64_t padded, float* out, int64_t out_stride) {
+inline void dot_unpacked(const float* row, const float* x, int64_t padded, int64_t stride, float* out,
+                         int64_t out_stride) {
     Sum sums[count];
     for (int64_t c = 0; c < padded; c += block) {
         for (int k = 0; k < vecs; k++) {
             const Vec weight = Isa::load(row + c + k * Isa::width);
-            for (int t = 0; t < count; t++) sums[t].add(k, weight, Isa::load(x + t * padded + c + k * Isa::width));
+            for (int t = 0; t < count; t++) sums[t].add(k, weight, Isa::load(x + t * stride + c + k * Isa::width));
         }
     }
     for (int t = 0; t < count; t++) out[t * out_stride] = sums[t].total();
@@ -190,59 +200,23 @@ void float_rows_of_many(const Matrix& matrix, const Selection& selection, int64_
         decode_columns(Row<kind>(matrix, row_at(selection, at)), decoder, 0, x.padded, matrix.group_size, row);
         int64_t t = 0;
         for (; t + 4 <= n; t += 4)
-            dot_unpacked<4>(row, x.floats + t * x.padded, x.padded, out + t * selection.count + at, selection.count);
+            dot_unpacked<4>(row, x.floats + t * x.stride, x.padded, x.stride, out + t * selection.count + at, selection.count);
         for (; t < n; t++)
-            dot_unpacked<1>(row, x.floats + t * x.padded, x.padded, out + t * selection.count + at, selection.count);
-    }
-}
-
-// `rows` rows of weights times `count` rows of activations, from row t on.
-template <Kind kind, int group_size, int rows, int count>
-inline void integer_tile(const Matrix& matrix, const Selection& selection, int64_t first, int64_t last,
-                         const Activations& x, int64_t t, float* out) {
-    const Isa::Table table(matrix.table);
-    const Rows<kind, rows> weights(matrix, selection, first, last, rows);
-    Vec sums[rows][count];
-    float corrections[rows][count] = {};
-    for (int r = 0; r < rows; r++) {
-        for (int i = 0; i < count; i++) sums[r][i] = Isa::zero();
-    }
-    const int64_t group_bytes = Row<kind>::columns_to_bytes(group_size);
-    for (int64_t group = 0; group < x.groups; group++) {
-        for (int r = 0; r < rows; r++) {
-            Isa::IntegerGroup<kind, group_size> values;
-            values.load(weights.codes[r] + group * group_bytes, table);
-            if (t == 0) prefetch(weights.next[r] + group * group_bytes);
-            const float scale = from_bf16(weights.scales[r][group]);
-            for (int i = 0; i < count; i++) {
-                const int64_t at = (t + i) * x.groups + group;
-                const Vec products = values.dot(x.bytes + 2 * ((t + i) * x.padded + group * group_size));
-                sums[r][i] = Isa::fma(products, Isa::set1(scale * x.scales[at]), sums[r][i]);
-                corrections[r][i] += scale * x.scales[at] * x.corrections[at];
-            }
-        }
-    }
-    for (int r = 0; r < rows; r++) {
-        for (int i = 0; i < count; i++) {
-            float total = Isa::sum(sums[r][i]) + corrections[r][i];
-            if (matrix.offsets) {
-                const Row<kind> row(matrix, row_at(selection, first + r));
-                total += offset_part(row.offsets, x.sums + (t + i) * x.groups, x.groups);
-            }
-            out[(t + i) * selection.count + first + r] = total;
-        }
+            dot_unpacked<1>(row, x.floats + t * x.stride, x.padded, x.stride, out + t * selection.count + at, selection.count);
     }
 }
 
 template <Kind kind, int group_size>
 void integer_rows_of_many(const Matrix& matrix, const Selection& selection, int64_t first, int64_t last,
                           const Activations& x, int64_t n, float* out) {
+    const Isa::Table table(matrix.table);
     const auto rows_of = [&](int64_t at, auto rows) {
+        constexpr int count = decltype(rows)::value;
         int64_t t = 0;
         for (; t + 4 <= n; t += 4)
-            integer_tile<kind, group_size, decltype(rows)::value, 4>(matrix, selection, at, last, x, t, out);
+            integer_tile<kind, group_size, count, 4>(matrix, selection, at, last, x, t, table, count, out);
         for (; t < n; t++)
-            integer_tile<kind, group_size, decltype(rows)::value, 1>(matrix, selection, at, last, x, t, out);
+            integer_tile<kind, group_size, count, 1>(matrix, selection, at, last, x, t, table, count, out);
     };
     int64_t at = first;
     for (; at + 2 <= last; at += 2) rows_of(at, Size<2>());
@@ -275,7 +249,7 @@ void row_product(const Matrix& matrix, const Selection& selection, const float* 
         if (n == 1) {
             product_rows(matrix, selection, first, last, rows, out);
         } else if (!matrix.scales) {
-            number_rows(matrix, selection, first, last, rows.floats, rows.padded, n, out, selection.count);
+            number_rows(matrix, selection, first, last, rows.floats, rows.stride, n, out, selection.count);
         } else if (matrix.table) {
             product_rows_of_many<four_bit>(matrix, selection, first, last, rows, n, row, out);
         } else {
