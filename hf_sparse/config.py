@@ -73,14 +73,15 @@ class WeightOnlyQuantConfig(QuantizationConfigMixin):
     `weight_dtype`: "nf4", "fp4", "int4", "int4_asym" (with an offset per group) or "int8". `compute_dtype`: what
     activations are rounded to for the products: "int8" (two signed bytes per activation while decoding, bfloat16 for
     prompts), "bf16" or "fp32" (not at all). `group_size`: neighbouring weights that share one scale, 32, 64 or 128.
-    `head_dtype`: the same for the language modeling head; None leaves it as it is. Raises ValueError on any other value.
+    `head_dtype`: a weight_dtype for the language modeling head; None leaves it as it is. Raises ValueError on any other
+    value.
 
     Saved as "quantization_config" of a model's config.json.
     """
 
     quant_method: str = field(default="hf_sparse", init=False)  # type: ignore[assignment]  # an enum in transformers
     weight_dtype: str = "nf4"
-    compute_dtype: str = "fp32"
+    compute_dtype: str = "int8"
     group_size: int = 64
     head_dtype: str | None = "int8"
 

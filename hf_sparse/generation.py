@@ -1,8 +1,8 @@
 """The loop that decodes a single sequence token by token, where a token is one native call.
 
-It is transformers' `_sample` with everything left out that a batch of one on the CPU does not need: building inputs anew,
-growing the mask, tracking which rows are finished. Logits processors, stopping criteria, streamers, scores and caches
-are called and kept as there.
+It is transformers' `_sample` without what a batch of one on the CPU does not need: building inputs anew, growing the
+mask, tracking which rows are finished. Logits processors, stopping criteria, streamers, scores and caches are called and
+kept as there.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def decode_alone(
     inputs = model._update_model_kwargs_for_generation(outputs, inputs)
     del outputs
     while True:
-        scores = logits_processor(input_ids, logits)
+        scores: Tensor = logits_processor(input_ids, logits)  # type: ignore[arg-type]
         if all_scores is not None:
             all_scores += (scores,)
         if all_logits is not None:
@@ -66,7 +66,7 @@ def decode_alone(
         else:
             token = torch.tensor([[int(scores[0].numpy().argmax())]])  # many times faster than torch's
         input_ids = torch.cat((input_ids, token), dim=-1)
-        finished = bool(stopping_criteria(input_ids, all_scores).all())  # type: ignore[arg-type]
+        finished = bool(stopping_criteria(input_ids, all_scores).all())
         if streamer is not None:
             streamer.put(token[0])
         if finished:
@@ -84,9 +84,8 @@ def decode_alone(
         streamer.end()
     if not keeps:
         return input_ids
-    return GenerateDecoderOnlyOutput(
-        sequences=input_ids, scores=all_scores, logits=all_logits, cache=inputs["cache"]
-    )
+    kept: dict[str, Any] = {"sequences": input_ids, "scores": all_scores, "logits": all_logits}
+    return GenerateDecoderOnlyOutput(**kept, cache=inputs["cache"])
 
 
 def _caught_up(inputs: dict[str, Any], tokens: int) -> dict[str, Any]:

@@ -142,7 +142,7 @@ class SparseMixin(PreTrainedModel, GenerationMixin):
         logits = self.native_logits(token, cache)
         return None if logits is None else CausalLMOutputWithPast(logits=logits[None].to(self.dtype), cache=cache)
 
-    def _sample(  # type: ignore[override]  # the names are transformers'
+    def _sample(
         self,
         input_ids: Tensor,
         logits_processor: Any,
@@ -155,11 +155,13 @@ class SparseMixin(PreTrainedModel, GenerationMixin):
         arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
         if self.engine() is not None and decodes_alone(input_ids, generation_config, synced_gpus, model_kwargs):
             return decode_alone(self, *arguments, streamer, model_kwargs)
-        return super()._sample(*arguments, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs)
+        theirs: Any = super()._sample
+        return theirs(*arguments, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs)
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:
         made_here = model_kwargs.get("cache") is None
-        result = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
+        theirs: Any = super()._prepare_cache_for_generation
+        result = theirs(generation_config, model_kwargs, *args)
         cache = model_kwargs.get("cache")
         if made_here and isinstance(cache, Cache) and (self.cache_dtype is not None or self.engine() is not None):
             use_pages(cache, self.config.num_hidden_layers, self.cache_dtype)

@@ -7,7 +7,7 @@ import functools
 import math
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -68,10 +68,10 @@ def load_weights(model: PreTrainedModel, checkpoint: Checkpoint, head: WeightFor
     """Streams every tensor of the checkpoint to its block or parameter. Returns transformers' loading info. `head`: how
     the language modeling head is stored; None: as it comes.
     """
-    packer = _HeadPacker(model, checkpoint, head)
+    legacy_names = [t for t in get_model_conversion_mapping(model) if isinstance(t, WeightRenaming)]
+    packer = _HeadPacker(model, {apply_renamings(name, legacy_names) for name in checkpoint.names()}, head)
     slots = _slots(model)
     prefix = f"{model.base_model_prefix}."
-    legacy_names = [t for t in get_model_conversion_mapping(model) if isinstance(t, WeightRenaming)]
     renamed = {}
     unexpected = []
     for name in checkpoint.names():
@@ -130,13 +130,14 @@ def load_weights(model: PreTrainedModel, checkpoint: Checkpoint, head: WeightFor
 class _HeadPacker:
     """Packs the language modeling head as soon as its weight has come, so that both never lie in memory for long."""
 
-    def __init__(self, model: PreTrainedModel, checkpoint: Checkpoint, form: WeightFormat | None) -> None:
+    def __init__(self, model: PreTrainedModel, names: Collection[str], form: WeightFormat | None) -> None:
+        """`names`: of the checkpoint's tensors, as the model calls them."""
         self._model, self._form = model, form
         linear = model.get_output_embeddings()
         self._path = next((path for path, module in model.named_modules() if module is linear), None)
         if form is None or type(linear) is not nn.Linear or self._path is None:
             self._form = None
-        elif f"{self._path}.codes" in set(checkpoint.names()):
+        elif f"{self._path}.codes" in names:
             model.set_submodule(self._path, PackedHead(linear, form, tied=False))
             self._form = None
 

@@ -79,8 +79,8 @@ class NeuronMatrix:
     def quantize(cls, weight: Tensor, weight_dtype: str | None, group_size: int = 64) -> NeuronMatrix:
         """Packs `weight` [rows, cols], float32, bfloat16 or float16, with any strides, a few rows at a time.
 
-        Raises ValueError for another shape or dtype and for a weight that is NaN, infinite or (packed) beyond +-2**127 (2**126 for
-        int4_asym).
+        Raises ValueError for another shape or dtype and for a weight that is NaN, infinite or (packed) beyond +-2**127
+        (2**126 for int4_asym).
         """
         check_group_size(group_size)
         if weight.dim() != 2 or weight.shape[1] == 0 or weight.dtype not in _FLOATING:
@@ -149,7 +149,9 @@ class NeuronMatrix:
         return cls(weight_dtype, group_size, rows, cols, **held)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What is stored, by name and without a copy: "codes", "scales" and, with "int4_asym", "offsets"; or "weight"."""
+        """What is stored, by name and without a copy: "codes", "scales" and, with "int4_asym", "offsets"; or
+        "weight".
+        """
         named = {"codes": self.codes, "scales": self.scales, "offsets": self.offsets, "weight": self.weight}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 

@@ -95,7 +95,7 @@ def test_relu_models_skip_exactly_or_by_a_predictor_that_pays(case, tmp_path):
             dense = exact(ids).logits
         with skipping("always"):
             skipped = exact(ids).logits
-    torch.testing.assert_close(dense, skipped, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(dense, skipped, rtol=1e-4, atol=1e-4)
     exact.generate(ids, max_new_tokens=8, do_sample=False)
     assert 0 < exact.active_fraction() < 1
 

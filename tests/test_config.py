@@ -103,7 +103,7 @@ def test_quantization_config_survives_config_json(tmp_path: Path) -> None:
 
 
 def test_quantization_configs_compare_and_print_by_value() -> None:
-    assert WeightOnlyQuantConfig() == WeightOnlyQuantConfig(weight_dtype="nf4", compute_dtype="fp32", group_size=64)
+    assert WeightOnlyQuantConfig() == WeightOnlyQuantConfig(weight_dtype="nf4", compute_dtype="int8", group_size=64)
     for other in ({"weight_dtype": "fp4"}, {"compute_dtype": "bf16"}, {"group_size": 32}):
         assert WeightOnlyQuantConfig() != WeightOnlyQuantConfig(**other)
     text = repr(WeightOnlyQuantConfig(group_size=32))
