@@ -155,12 +155,12 @@ class SparseMixin(PreTrainedModel, GenerationMixin):
         arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
         if self.engine() is not None and decodes_alone(input_ids, generation_config, synced_gpus, model_kwargs):
             return decode_alone(self, *arguments, streamer, model_kwargs)
-        theirs: Any = super()._sample
+        theirs: Any = super()._sample  # type: ignore[misc]
         return theirs(*arguments, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs)
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:
         made_here = model_kwargs.get("cache") is None
-        theirs: Any = super()._prepare_cache_for_generation
+        theirs: Any = super()._prepare_cache_for_generation  # type: ignore[misc]
         result = theirs(generation_config, model_kwargs, *args)
         cache = model_kwargs.get("cache")
         if made_here and isinstance(cache, Cache) and (self.cache_dtype is not None or self.engine() is not None):

@@ -5,7 +5,6 @@ runs wherever this does not apply.
 
 from __future__ import annotations
 
-import functools
 import operator
 from array import array
 from collections.abc import Callable
@@ -13,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
@@ -23,16 +21,10 @@ from .attention import HybridAttention
 from .block import HybridBlock, Shard
 from .head import PackedHead
 from .mlp import HybridMLP
+from .native_mlp import NativeWeights
+from .native_mlp import NotUsual as NotUsual  # part of what this module offers
 from .paged_cache import PAGE_TOKENS, PagedCacheLayer, PageTables
 
-# What native code knows, in its order; a module is recognized by what it computes.
-ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (
-    F.silu,
-    F.gelu,
-    lambda x: F.gelu(x, approximate="tanh"),
-    F.relu,
-    lambda x: F.relu(x).square(),
-)
 STATIC_ROTATIONS = ("default", "linear", "llama3", "yarn")  # whose frequencies do not depend on the length
 
 
@@ -51,10 +43,6 @@ class LayerNames:
     )
     one_plus: bool = False
     head_norms: str | None = None
-
-
-class NotUsual(Exception):
-    """Why a model, or a step of it, is left to transformers' own modules."""
 
 
 class _Rotations:
@@ -92,7 +80,7 @@ class Engine:
         if (level := native.level()) is None:
             raise NotUsual("there are no kernels")
         self._kernels = native.kernels()
-        self._kept: list[Any] = []  # what native code has addresses of
+        self._weights = NativeWeights()
         self._model, config = model, model.config
         self._base = model.get_submodule(layers_path.rpartition(".")[0])
         layers: list[Any] = list(model.get_submodule(layers_path))
@@ -126,32 +114,12 @@ class Engine:
 
     # Building
 
-    def _address(self, tensor: Tensor | None, plus: float = 0.0) -> int:
-        """Of a float32 copy that lives as long as this does."""
-        if tensor is None:
-            return 0
-        if tensor.device.type != "cpu":
-            raise NotUsual("a weight is not on the CPU")
-        copy = tensor.detach().to(torch.float32, copy=True).contiguous() + plus
-        self._kept.append(copy)
-        return copy.data_ptr()
-
-    def _matrix(self, matrix: NeuronMatrix) -> Any:
-        found = matrix.native()
-        if found is None:
-            raise NotUsual(f"weights are {matrix.dtype} on {matrix.device}")
-        self._kept.append(matrix)
-        return found.handle
-
-    def _linear(self, matrix: NeuronMatrix, bias: Tensor | None) -> Any:
-        return self._kernels.Linear(self._matrix(matrix), self._address(bias))
-
     def _norm(self, owner: Any, name: str | None, one_plus: bool) -> int:
-        return 0 if name is None else self._address(owner.get_submodule(name).weight, 1.0 if one_plus else 0.0)
+        return 0 if name is None else self._weights.address(owner.get_submodule(name).weight, 1.0 if one_plus else 0.0)
 
     def _make_rotations(self, config: Any) -> list[tuple[str | None, _Rotations]]:
         rotary = self._base.rotary_emb
-        kinds = getattr(rotary, "rope_type", "default")
+        kinds: Any = getattr(rotary, "rope_type", "default")  # of all layers, or of each kind of layer
         by_layer = isinstance(kinds, dict)
         for kind in kinds.values() if by_layer else (kinds,):
             if kind not in STATIC_ROTATIONS:
@@ -168,11 +136,12 @@ class Engine:
         norms = [self._norm(layer, name, names.one_plus) for name in names.norms]
         made.set_norms(*norms, _epsilon(layer.get_submodule(next(filter(None, names.norms)))))
         made.attention = self._attention(number, layer, attention, names)
-        made.mlp = self.mlp(mlp, _only_shard(mlp))
+        made.mlp = self._mlp(mlp)
         return made
 
     def _attention(self, number: int, layer: Any, block: HybridAttention, names: LayerNames) -> Any:
-        shard, config, module = _only_shard(block), self._model.config, block.modules_of_tiers[0]
+        shard, config = _only_shard(block), self._model.config
+        module: Any = block.modules_of_tiers[0]
         heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, module.head_dim
         widths = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
         if "qkv_proj" in shard.matrices:
@@ -180,14 +149,15 @@ class Engine:
             whole, bias = shard.matrices["qkv_proj"], shard.biases.get("qkv_proj")
             for width in widths:
                 part = None if bias is None else bias[start : start + width]
-                parts.append(self._linear(whole.narrow(start, width), part))
+                parts.append(self._weights.linear(whole.narrow(start, width), part))
                 start += width
         else:
             parts = [
-                self._linear(shard.matrices[name], shard.biases.get(name)) for name in ("q_proj", "k_proj", "v_proj")
+                self._weights.linear(shard.matrices[name], shard.biases.get(name))
+                for name in ("q_proj", "k_proj", "v_proj")
             ]
         compute = native.COMPUTE_CODES[block.weights.compute_dtype]
-        out = self._linear(shard.matrices["o_proj"], block.output_bias)
+        out = self._weights.linear(shard.matrices["o_proj"], block.output_bias)
         made = self._kernels.Attention(*parts, out, heads, kv_heads, head_dim, module.scaling, compute)
         if names.head_norms is not None:
             q_norm, k_norm = (self._norm(module, name, names.one_plus) for name in ("q_norm", "k_norm"))
@@ -201,30 +171,10 @@ class Engine:
         self._sizes.append((1, kv_heads, head_dim))
         return made
 
-    def mlp(self, block: HybridMLP, shard: Shard) -> Any:
-        """The structure for the neurons of one tier."""
-        names = block.names
-        activation = activation_code(block.activation)
-        if activation is None:
-            raise NotUsual(f"activation {type(block.activation).__name__}")
-        gate_name, count = names.gate, len(shard.neurons)
-        up, up_bias = shard.matrices[names.up], shard.biases.get(names.up)
-        gate: tuple[NeuronMatrix, Tensor | None] | None = None
-        if names.fused:
-            gate = up.narrow(0, count), None if up_bias is None else up_bias[:count]
-            up, up_bias = up.narrow(count, count), None if up_bias is None else up_bias[count:]
-        elif gate_name is not None:
-            gate = shard.matrices[gate_name], shard.biases.get(gate_name)
-        compute = native.COMPUTE_CODES[block.weights.compute_dtype]
-        down = self._linear(shard.matrices[names.down], block.output_bias)
-        made = self._kernels.Mlp(self._linear(up, up_bias), down, activation, compute)
-        if gate is not None:
-            made.gate = self._linear(*gate)
-        made.rule = block.rule.kind != "none"
-        made.threshold = block.rule.threshold if block.rule.kind == "magnitude" else 0.0
-        if made.rule and (predictor := block.predictor) is not None:
-            fc1, fc2 = self._matrix(predictor.fc1), self._matrix(predictor.fc2)
-            made.predictor = self._kernels.Predictor(fc1, fc2, self._address(predictor.bias))
+    def _mlp(self, block: HybridMLP) -> Any:
+        made = self._weights.mlp(block, _only_shard(block), block.output_bias)
+        if made.rule and block.predictor is not None:
+            made.predictor = self._weights.predictor(block.predictor)
         return made
 
     def _make_head(self, config: Any, names: LayerNames) -> int | None:
@@ -239,7 +189,7 @@ class Engine:
             matrix, compute = NeuronMatrix(None, 32, *weight.shape, weight=weight.contiguous()), "fp32"
         else:
             return None
-        linear = self._linear(matrix, head.bias)
+        linear = self._weights.linear(matrix, head.bias)
         norm, epsilon = self._norm(self._base, "norm", names.one_plus), _epsilon(self._base.norm)
         cap = float(getattr(config, "final_logit_softcapping", None) or 0.0)
         self._decoder.set_head(self._kernels.Head(norm, epsilon, linear, cap, native.COMPUTE_CODES[compute]))
@@ -317,15 +267,3 @@ def _window(config: Any, layer: int) -> int:
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None)
     return int(window) if window and (types is None or types[layer] == "sliding_attention") else 0
-
-
-@functools.cache
-def activation_code(activation: nn.Module) -> int | None:
-    """Its number in native code; None where it is none of those."""
-    probe = torch.linspace(-6, 6, 97)
-    with torch.no_grad():
-        values = activation(probe.clone())
-    codes = (
-        code for code, known in enumerate(ACTIVATIONS) if torch.allclose(values, known(probe), rtol=1e-6, atol=1e-6)
-    )
-    return next(codes, None)

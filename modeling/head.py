@@ -15,7 +15,7 @@ from .neurons import WeightFormat
 
 
 class PackedHead(nn.Module):
-    """Stands where `lm_head`, an nn.Linear, was. `tied`: the weights are the embeddings', so that they are not saved."""
+    """Stands where `lm_head`, an nn.Linear, was. `tied`: the weights are the embeddings', so they are not saved."""
 
     matrix: NeuronMatrix
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_sparse.quantization import gathered_accumulate, gathered_row_product
+from hf_sparse.quantization import gathered_accumulate, gathered_row_product, native
 
 from .block import BlockSpec, HybridBlock, Shard
+from .native_mlp import NativeMLP, NotUsual
 from .predictor import Predictor
 from .rules import SkipRule, rules_apply
 from .tiers import merge, run_side_by_side
@@ -44,6 +47,9 @@ class HybridMLP(HybridBlock):
     predictor their rows of gate, up and down are not read, with the other rules those of up and down. Several rows (a
     batch, beams) read the union of their active neurons (`FEW_ROWS`), and each row still adds its own only, so that a
     row equals its solo run.
+
+    One token on a CPU tier is one native call where native code knows the block (`NativeMLP`); the operators of
+    hf_sparse.quantization, one by one, are what it is compared with, and what runs everywhere else.
     """
 
     def __init__(self, spec: BlockSpec, names: MLPNames, activation: nn.Module) -> None:
@@ -53,6 +59,8 @@ class HybridMLP(HybridBlock):
         self.rule = SkipRule()
         self.predictor: Predictor | None = None
         self.observer: Observer | None = None
+        # what was built for the shards, by place, and from what: [level, shards, rule, predictor, activation]
+        self._native: tuple[list[Any], list[NativeMLP | None]] | None = None
         self.reset_counters()
 
     def reset_counters(self) -> None:
@@ -75,9 +83,16 @@ class HybridMLP(HybridBlock):
         """
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         rule = self.rule if rules_apply() and self.rule.kind != "none" else None
-        predicted = self.predictor.active(x) if rule is not None and self.predictor is not None else None
+        natives = self._native_shards(x, rule)
+        predicted = None
+        if rule is not None and self.predictor is not None and None in natives:
+            alone = x.shape[0] == 1 and self.observer is None
+            predict = self.predictor.active_index if alone else self.predictor.active
+            predicted = predict(x, self.weights.compute_dtype)
         parts = run_side_by_side(
-            self.shards, lambda shard: self._partial(shard, x, rule, predicted), lambda shard: shard.tier.device
+            list(zip(self.shards, natives, strict=True)),
+            lambda item: self._partial(*item, x, rule, predicted),
+            lambda item: item[0].tier.device,
         )
         out = merge(parts, x.device)
         if self.output_bias is not None:
@@ -85,13 +100,50 @@ class HybridMLP(HybridBlock):
         out = out.to(hidden_states.dtype).view(hidden_states.shape)
         return out if residual is None else out + residual
 
-    def _partial(self, shard: Shard, x: Tensor, rule: SkipRule | None, predicted: Tensor | None) -> Tensor:
-        """What the neurons of one tier add to the output: fp32 [tokens, d_model]."""
+    def _native_shards(self, x: Tensor, rule: SkipRule | None) -> Sequence[NativeMLP | None]:
+        """What computes `x` [tokens, d_model] natively, by place in `shards`; None where operators do."""
+        none, level, activation = [None] * len(self.shards), native.level(), self.activation
+        if level is None or x.shape[0] != 1 or (x.requires_grad and torch.is_grad_enabled()):
+            return none
+        if self.observer is not None or activation._forward_hooks or activation._forward_pre_hooks:
+            return none  # someone wants to see what is in between
+        state = [level, self.shards, self.rule, self.predictor, activation]
+        if self._native is None or not all(map(operator.is_, state, self._native[0])):
+            self._native = state, [self._native_shard(shard, level) for shard in self.shards]
+        natives = self._native[1]
+        if rule is not None and self.predictor is not None and not all(made and made.predicts for made in natives):
+            return none
+        return natives
+
+    def _native_shard(self, shard: Shard, level: int) -> NativeMLP | None:
+        try:
+            return NativeMLP(self, shard, level)
+        except NotUsual:
+            return None
+
+    def _placed(self) -> None:
+        self._native = None  # would keep the weights of shards that are gone
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_native": None}  # addresses mean nothing in a copy
+
+    def _partial(
+        self, shard: Shard, made: NativeMLP | None, x: Tensor, rule: SkipRule | None, predicted: Tensor | None
+    ) -> Tensor:
+        """What the neurons of one tier add to the output: fp32 [tokens, d_model]. `predicted`: of all tiers, which are
+        active, bool [tokens, neurons], or, for one token, int64 and ascending, the active ones.
+        """
         device, names = shard.tier.device, self.names
         x = x.to(device)
+        if made is not None:
+            return made.run(x, rule is not None, self.counters)
         gather = rule is not None and x.shape[0] <= FEW_ROWS and self.observer is None
-        active = None if predicted is None else predicted.to(device)[:, shard.neurons]
-        index = _union(active) if gather and active is not None else None
+        active = index = None
+        if predicted is not None and predicted.dtype == torch.bool:
+            active = predicted.to(device)[:, shard.neurons]
+            index = _union(active) if gather else None
+        elif predicted is not None:
+            index = _positions(predicted.to(device), shard.neurons, self.neurons)
         gate = self._activated(shard, x, index)
         if rule is not None:
             kept = rule.active(gate)
@@ -130,3 +182,13 @@ class HybridMLP(HybridBlock):
 def _union(mask: Tensor) -> Tensor:
     """int64, ascending: the columns of `mask` [tokens, neurons] in which some row is set."""
     return (mask if mask.shape[0] == 1 else mask.any(0, keepdim=True))[0].nonzero().flatten()
+
+
+def _positions(index: Tensor, neurons: Tensor, total: int) -> Tensor:
+    """int64, ascending: where in `neurons` (int32, ascending, of `total`) those of `index` (int64, ascending) are that
+    are in it.
+    """
+    if len(neurons) == total:
+        return index
+    places = torch.searchsorted(neurons, index.to(neurons.dtype)).clamp_(max=len(neurons) - 1)
+    return places[neurons[places] == index]

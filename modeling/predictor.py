@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from hf_sparse.quantization import NeuronMatrix, gathered_row_product
+from hf_sparse.quantization import NeuronMatrix, active_neurons, gathered_row_product
 
 
 class Predictor:
@@ -37,10 +37,14 @@ class Predictor:
         predictor.bias = predictor.bias.to(device)
         return predictor
 
-    def active(self, x: Tensor) -> Tensor:
-        """bool [tokens, neurons] for the block's input `x` [tokens, d_model]."""
-        hidden = gathered_row_product(self.fc1, x).relu_()
-        return gathered_row_product(self.fc2, hidden).add_(self.bias) > 0
+    def active(self, x: Tensor, compute_dtype: str = "fp32") -> Tensor:
+        """bool [tokens, neurons] for the block's input `x` [tokens, d_model]. NaN counts as active."""
+        hidden = gathered_row_product(self.fc1, x, compute_dtype=compute_dtype).relu_()
+        return ~(gathered_row_product(self.fc2, hidden, compute_dtype=compute_dtype).add_(self.bias) <= 0)
+
+    def active_index(self, x: Tensor, compute_dtype: str = "fp32") -> Tensor:
+        """int64, ascending: the neurons that are active for the one token of `x` [1, d_model]."""
+        return active_neurons(self.fc1, self.fc2, self.bias, x, compute_dtype)
 
     @property
     def nbytes(self) -> int:

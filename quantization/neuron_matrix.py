@@ -271,7 +271,9 @@ class NeuronMatrix:
 
     @property
     def device(self) -> torch.device:
-        return next(iter(self.tensors().values())).device
+        stored = self.weight if self.codes is None else self.codes
+        assert stored is not None
+        return stored.device
 
     @property
     def dtype(self) -> torch.dtype | None:

@@ -1,10 +1,27 @@
+import copy
+import dataclasses
+import itertools
+import pickle
+
 import pytest
 import torch
 from torch import nn
+from transformers.activations import ACT2FN
 
-from hf_sparse.modeling import BlockId, HybridMLP, Predictor, SkipRule, Tier, WeightFormat, skipping
+from hf_sparse.modeling import (
+    BlockId,
+    HybridMLP,
+    Predictor,
+    SkipRule,
+    Tier,
+    WeightFormat,
+    gives_exact_zeros,
+    skipping,
+)
 from hf_sparse.modeling.block import BlockSpec, Projection
 from hf_sparse.modeling.mlp import FEW_ROWS, MLPNames
+from hf_sparse.modeling.native_mlp import NativeMLP, activation_code
+from hf_sparse.quantization import COMPUTE_DTYPES, instruction_sets
 
 D_MODEL, NEURONS = 40, 70
 SHAPES = {
@@ -14,17 +31,26 @@ SHAPES = {
 }
 
 
+def load(shape, activation, weights, dtype=torch.float32, sizes=(D_MODEL, NEURONS), bias=True, seed=0):
+    """A block that is loaded but not placed."""
+    generator = torch.Generator().manual_seed(seed)
+    (d_model, neurons), (names, rows) = sizes, SHAPES[shape]
+    projections = tuple(Projection(name, r, d_model, name == "down", bias) for name, r in rows.items())
+    block = HybridMLP(BlockSpec(BlockId(0, "mlp"), "mlp", "mlp.", neurons, projections, weights), names, activation)
+    for p in projections:
+        stored = (sum(p.rows) * neurons, d_model)
+        weight = torch.randn(stored[::-1] if p.writes else stored, generator=generator) * 0.3
+        block.load(f"{p.name}.weight", weight.to(dtype))
+        values = torch.randn(d_model if p.writes else stored[0], generator=generator) * 0.1
+        if bias:
+            block.load(f"{p.name}.bias", values.to(dtype))
+    return block
+
+
 def make(shape, activation, weight_dtype=None, compute_dtype="fp32", seed=0):
     """A block that is loaded but not placed, and the dense function that it must equal."""
-    generator = torch.Generator().manual_seed(seed)
-    names, rows = SHAPES[shape]
-    projections = tuple(Projection(name, r, D_MODEL, name == "down", True) for name, r in rows.items())
-    weights = WeightFormat(weight_dtype, 32, compute_dtype)
-    block = HybridMLP(BlockSpec(BlockId(0, "mlp"), "mlp", "mlp.", NEURONS, projections, weights), names, activation)
-    for p in projections:
-        stored = (sum(p.rows) * NEURONS, D_MODEL)
-        block.load(f"{p.name}.weight", torch.randn(stored[::-1] if p.writes else stored, generator=generator) * 0.3)
-        block.load(f"{p.name}.bias", torch.randn(D_MODEL if p.writes else stored[0], generator=generator) * 0.1)
+    names = SHAPES[shape][0]
+    block = load(shape, activation, WeightFormat(weight_dtype, 32, compute_dtype), seed=seed)
     matrices, biases, output_bias = block._whole()
 
     def dense(x, keep=None):
@@ -45,7 +71,7 @@ def make(shape, activation, weight_dtype=None, compute_dtype="fp32", seed=0):
 
 
 def place(block, tiers, seed=1):
-    tier_of = torch.randint(0, tiers, (NEURONS,), generator=torch.Generator().manual_seed(seed))
+    tier_of = torch.randint(0, tiers, (block.neurons,), generator=torch.Generator().manual_seed(seed))
     block.place(tuple(Tier(f"tier{i}") for i in range(tiers)), tier_of)
 
 
@@ -162,3 +188,218 @@ def test_nan_in_the_input_is_not_hidden_by_a_rule():
     with skipping("always"):
         out = block(x)
     assert out[0].isfinite().all() and out[1].isnan().all()
+
+
+# One native call for one token, beside the operators one by one
+
+
+needs_kernels = pytest.mark.skipif(instruction_sets() == ["torch"], reason="the kernels are not there")
+KERNELS = [name for name in instruction_sets() if name != "torch"]
+FORMS = {
+    "nf4": (WeightFormat("nf4", 64), torch.float32),
+    "int4_asym": (WeightFormat("int4_asym", 32), torch.float32),
+    "int8": (WeightFormat("int8", 32), torch.float32),
+    "bf16": (WeightFormat(None), torch.bfloat16),
+}
+RULES = {
+    "none": (SkipRule(), False),
+    "magnitude": (SkipRule("magnitude", 0.2), False),
+    "predicted": (SkipRule("predicted"), True),
+}
+NAMED_ACTIVATIONS = {
+    "silu": nn.SiLU(),
+    "gelu": nn.GELU(),
+    "gelu_tanh": nn.GELU("tanh"),
+    "relu": nn.ReLU(),
+    "relu_squared": ACT2FN["relu2"],
+}
+
+
+@pytest.fixture
+def native_runs(monkeypatch):
+    """How many native calls there were, in a list of one number."""
+    counted, run = [0], NativeMLP.run
+
+    def counting(self, *args):
+        counted[0] += 1
+        return run(self, *args)
+
+    monkeypatch.setattr(NativeMLP, "run", counting)
+    return counted
+
+
+def predictor_of(block, seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    d_model = block.projections["down"].columns
+    fc1, fc2 = torch.randn(12, d_model, generator=generator), torch.randn(block.neurons, 12, generator=generator)
+    return Predictor(fc1, fc2, torch.randn(block.neurons, generator=generator))
+
+
+def by_operators(block, x):
+    """The block's output without native calls: someone looks at its activation."""
+    handle = block.activation.register_forward_hook(lambda *args: None)
+    out = block(x)
+    handle.remove()
+    return out
+
+
+def assert_native_equals_operators(block, x, runs, calls):
+    """The same output and counts, natively and not; `calls`: how many shards are computed natively."""
+    block.reset_counters()
+    before = runs[0]
+    out = block(x)
+    assert runs[0] - before == calls
+    counts = block.counters.tolist()
+    block.reset_counters()
+    expected = by_operators(block, x)
+    assert runs[0] - before == calls
+    assert counts == block.counters.tolist()
+    assert out.dtype == expected.dtype == x.dtype and out.shape == expected.shape
+    # int8: what is rounded may fall the other way for the last bit of what it is computed from. bf16: native code takes
+    # the factors of `down` as they are, the operator rounds them.
+    tolerance = {"fp32": 1e-5, "int8": 1e-3, "bf16": 1e-2}[block.weights.compute_dtype]
+    size = expected.abs().max().item()
+    torch.testing.assert_close(out, expected, rtol=0, atol=tolerance * size)
+
+
+@needs_kernels
+@pytest.mark.parametrize("isa", KERNELS)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("compute_dtype", COMPUTE_DTYPES)
+def test_one_native_call_equals_the_operators(isa, form, compute_dtype, use_instruction_set, native_runs):
+    use_instruction_set(isa)
+    weights, dtype = FORMS[form]
+    weights = dataclasses.replace(weights, compute_dtype=compute_dtype)
+    for shape, (rule, predicts), tiers, bias in itertools.product(SHAPES, RULES.values(), (1, 2), (True, False)):
+        block = load(shape, nn.SiLU(), weights, dtype, sizes=(37, 83) if bias else (128, 150), bias=bias)
+        place(block, tiers)
+        block.rule, block.predictor = rule, predictor_of(block) if predicts else None
+        x = torch.randn(1, block.projections["down"].columns, generator=torch.Generator().manual_seed(5))
+        with skipping("always"):
+            assert_native_equals_operators(block, x, native_runs, tiers if tiers == 1 or not predicts else 0)
+        assert (block.active_fraction is None) == (rule.kind == "none")
+        assert block.active_fraction is None or 0.1 < block.active_fraction < 0.9
+        with skipping("never"):
+            assert_native_equals_operators(block, x, native_runs, tiers)
+
+
+@needs_kernels
+@pytest.mark.parametrize("isa", KERNELS)
+@pytest.mark.parametrize("name", NAMED_ACTIVATIONS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_activation_and_size(isa, name, shape, use_instruction_set, native_runs):
+    use_instruction_set(isa)
+    for number, sizes in enumerate([(1, 1), (31, 5), (32, 64), (130, 97), (257, 300)]):
+        block = load(shape, NAMED_ACTIVATIONS[name], WeightFormat("nf4", 32), sizes=sizes, seed=number)
+        place(block, 1)
+        x = 2 * torch.randn(1, sizes[0], generator=torch.Generator().manual_seed(number))
+        rules = [SkipRule(), SkipRule("magnitude", 0.5)]
+        if gives_exact_zeros(block.activation):  # others are zero only where they run out of digits
+            rules.append(SkipRule("exact"))
+        for rule in rules:
+            block.rule = rule
+            with skipping("always"):
+                assert_native_equals_operators(block, x, native_runs, 1)
+
+
+@needs_kernels
+@pytest.mark.parametrize("threads", [2, 3])
+def test_threads_share_a_native_call(threads, native_runs):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for shape, (rule, predicts) in itertools.product(SHAPES, RULES.values()):
+            block = load(shape, nn.SiLU(), WeightFormat("nf4", 32), sizes=(257, 300))
+            place(block, 1)
+            block.rule, block.predictor = rule, predictor_of(block) if predicts else None
+            with skipping("always"):
+                assert_native_equals_operators(block, torch.ones(1, 1, 257), native_runs, 1)
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_kernels
+def test_native_calls_follow_the_block(native_runs):
+    block = load("gated", nn.ReLU(), WeightFormat("nf4", 32))
+    place(block, 1)
+    x = torch.randn(1, D_MODEL, generator=torch.Generator().manual_seed(5))
+    with skipping("always"):
+        assert_native_equals_operators(block, x, native_runs, 1)
+        block.rule = SkipRule("exact")
+        assert_native_equals_operators(block, x, native_runs, 1)
+        exact = block.active_fraction
+        block.predictor = predictor_of(block)
+        assert_native_equals_operators(block, x, native_runs, 1)
+        predicted = block.active_fraction
+        block.predictor = predictor_of(block, seed=4)
+        assert_native_equals_operators(block, x, native_runs, 1)
+        assert predicted < exact and block.active_fraction not in (exact, predicted)
+        block.predictor = None
+        place(block, 2)
+        assert_native_equals_operators(block, x, native_runs, 2)
+        place(block, 2, seed=9)
+        assert_native_equals_operators(block, x, native_runs, 2)
+        block.activation = nn.SiLU()
+        assert_native_equals_operators(block, x, native_runs, 2)
+
+
+@needs_kernels
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda block: pickle.loads(pickle.dumps(block))])
+def test_a_copy_has_native_calls_of_its_own(copied, native_runs):
+    block = load("fused", nn.SiLU(), WeightFormat("nf4", 32))
+    place(block, 2)
+    x = torch.randn(1, D_MODEL, generator=torch.Generator().manual_seed(5))
+    expected = block(x)
+    other = copied(block)
+    del block
+    assert_native_equals_operators(other, x, native_runs, 2)
+    assert torch.equal(other(x), expected)
+
+
+@needs_kernels
+def test_operators_compute_what_native_calls_do_not(native_runs):
+    def block_of(activation=None, weight_dtype="nf4", dtype=torch.float32):
+        block = load("gated", activation or nn.SiLU(), WeightFormat(weight_dtype, 32), dtype)
+        place(block, 1)
+        return block
+
+    x = torch.randn(1, D_MODEL, generator=torch.Generator().manual_seed(5))
+    for block in (block_of(nn.Tanh()), block_of(nn.ReLU6()), block_of(weight_dtype=None)):
+        block(x)
+    block = block_of()
+    block(torch.cat((x, x)))
+    seen = []
+    block.observer = lambda *args: seen.append(args)
+    block(x)
+    block.observer = None
+    wanting = x.clone().requires_grad_()
+    block(wanting).sum().backward()
+    assert native_runs == [0] and len(seen) == 1 and wanting.grad.abs().sum() > 0
+    with torch.no_grad():
+        block(wanting)
+    assert native_runs == [1]
+    half = block(x.bfloat16())
+    assert native_runs == [2] and half.dtype == torch.bfloat16
+    torch.testing.assert_close(half, block(x.bfloat16().float()).bfloat16())
+
+
+@needs_kernels
+def test_a_native_call_shows_nan_under_a_rule(native_runs):
+    for (rule, predicts), tiers in itertools.product(list(RULES.values())[1:], (1, 2)):
+        block = load("gated", nn.ReLU(), WeightFormat("nf4", 32))
+        place(block, tiers)
+        block.rule, block.predictor = rule, predictor_of(block) if predicts else None
+        x = torch.zeros(1, D_MODEL)
+        x[0, 3] = torch.nan
+        with skipping("always"):
+            assert block(x).isnan().all()
+            assert by_operators(block, x).isnan().all()
+            assert block.active_fraction == 1
+
+
+def test_activations_are_known_by_what_they_compute():
+    assert [activation_code(activation) for activation in NAMED_ACTIVATIONS.values()] == [0, 1, 2, 3, 4]
+    names = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2")
+    assert [activation_code(ACT2FN[name]) for name in names] == [0, 1, 2, 2, 3, 4]
+    for name in ("relu6", "gelu_10", "quick_gelu", "mish", "tanh"):
+        assert activation_code(ACT2FN[name]) is None
