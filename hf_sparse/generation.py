@@ -34,7 +34,8 @@ def decodes_alone(input_ids: Tensor, config: GenerationConfig, synced_gpus: bool
     return positions is None or bool((positions == torch.arange(positions.shape[-1])).all())
 
 
-KNOWN_INPUTS = ("cache", "attention_mask", "position_ids", "use_cache", "logits_to_keep")
+# Those that forward() gets, and the tokenizer that stop_strings needs.
+KNOWN_INPUTS = ("cache", "attention_mask", "position_ids", "use_cache", "logits_to_keep", "tokenizer")
 
 
 def decode_alone(

@@ -116,6 +116,8 @@ class SparseMixin(PreTrainedModel, GenerationMixin):
         """
         if (engine := self.engine()) is None or engine.observed() or self.training or cache.get_seq_length() == 0:
             return None
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self.get_input_embeddings().parameters()):
+            return None
         if not isinstance(cache.layers[0], PagedCacheLayer) and not use_pages(
             cache, self.config.num_hidden_layers, self.cache_dtype
         ):
@@ -300,7 +302,16 @@ class SparseMixin(PreTrainedModel, GenerationMixin):
         head = self.get_output_embeddings()
         if isinstance(head, PackedHead) and not head.tied:
             neurons += head.out_features * head.in_features
+        for block in hybrid_blocks(self):
+            neurons += sum(bias.numel() for shard in block.shards for bias in shard.biases.values())
+            neurons += 0 if block.output_bias is None else block.output_bias.numel()
         return super().num_parameters(only_trainable, exclude_embeddings) + (0 if only_trainable else neurons)
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers; raises ValueError where the head is packed."""
+        if isinstance(self.get_output_embeddings(), PackedHead):
+            raise ValueError("resize_token_embeddings: the head is packed; load the model with head_dtype=None")
+        return super().resize_token_embeddings(*args, **kwargs)
 
     def get_memory_footprint(self, return_buffers: bool = True) -> int:
         """Bytes of the model on all tiers."""
@@ -318,6 +329,9 @@ def note_forward_pass(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     )
     cache = kwargs.get("cache", kwargs.get("past_key_values"))
     note_forward(0 if tokens is None else tokens.shape[1], 0 if cache is None else int(cache.get_seq_length()))
+
+
+note_forward_pass.of_hf_sparse = True  # type: ignore[attr-defined]  # see Engine.observed
 
 
 @functools.cache

@@ -6,12 +6,14 @@ runs wherever this does not apply.
 from __future__ import annotations
 
 import operator
+import threading
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.modules.module as torch_module
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
@@ -98,18 +100,19 @@ class Engine:
             self._counts[number] = mlp.counters
             mlp.counters = self._counts[number]
         self._vocabulary = self._make_head(config, names)
-        head = model.get_output_embeddings()
-        path = next(path for path, module in model.named_modules() if module is head)
-        self._head_owner, self._head_name = model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]
         self._embed = model.get_input_embeddings()
+        self._lock = threading.Lock()
+        self._watched = self._find_watched(layers, names)
         self._state = self._current_state()
         self._rotation_array = array("q", [0] * 4)
         self._tables: PageTables | None = None
+        self._hooks_of_base = model.base_model._forward_pre_hooks
         self._hooks = [
             hooks
             for module in model.modules()
-            if module is not model and module is not model.base_model  # these are called as ever
+            if module is not model  # which is called as ever
             for hooks in (module._forward_hooks, module._forward_pre_hooks)
+            if hooks is not self._hooks_of_base
         ]
 
     # Building
@@ -197,19 +200,45 @@ class Engine:
 
     # Whether it still applies
 
-    def _current_state(self) -> list[Any]:
-        state: list[Any] = [self._head_owner._modules[self._head_name]]
+    def _find_watched(self, layers: list[Any], names: LayerNames) -> list[tuple[dict[str, Any], str]]:
+        """Where the modules hang whose weights native code has copies or addresses of."""
+        head, embed = self._model.get_output_embeddings(), self._embed
+        places = [(self._base, "norm")]
+        places += [(layer, name) for layer in layers for name in names.norms if name is not None]
+        if names.head_norms is not None:
+            places += [(block, name) for block, _ in self._blocks for name in ("q_norm", "k_norm")]
+        for path, module in self._model.named_modules():
+            if module is head or module is embed:
+                owner, _, name = path.rpartition(".")
+                places.append((self._model.get_submodule(owner), name))
+        return [(owner._modules, name) for owner, name in places]
+
+    def _current_state(self) -> tuple[list[Any], list[int]]:
+        """What native code was built from, and how often its weights have been changed in place."""
+        objects: list[Any] = []
+        versions: list[int] = []
+        for modules, name in self._watched:
+            module = modules[name]
+            weight = module._parameters.get("weight")
+            objects += (module, weight)
+            if weight is not None and not weight.is_inference():
+                versions.append(weight._version)
         for attention, mlp in self._blocks:
-            state += (attention.shards, mlp.shards, mlp.rule, mlp.predictor)
-        return state
+            objects += (attention.shards, mlp.shards, mlp.rule, mlp.predictor, mlp.activation)
+        return objects, versions
 
     def fits(self) -> bool:
-        """Whether the model's blocks are those that this was built from."""
-        return all(map(operator.is_, self._current_state(), self._state))
+        """Whether the model still is what this was built from."""
+        (objects, versions), (built_from, their_versions) = self._current_state(), self._state
+        return versions == their_versions and all(map(operator.is_, objects, built_from))
 
     def observed(self) -> bool:
         """Whether a calibration or a hook wants to see what modules compute."""
-        return any(self._hooks) or any(mlp.observer for _, mlp in self._blocks)
+        if any(mlp.observer for _, mlp in self._blocks) or torch_module._global_forward_hooks:
+            return True
+        if not any(self._hooks) and len(self._hooks_of_base) == 1:  # ours
+            return False
+        return any(any(map(_observes, hooks.values())) for hooks in (*self._hooks, self._hooks_of_base))
 
     # Decoding
 
@@ -217,6 +246,10 @@ class Engine:
         """Logits float32 [1, vocabulary] that follow `token`, int64 [1, 1], and its keys and values in `cache`, which
         must consist of pages. None, and nothing is changed, where the cache is not one that native code writes to.
         """
+        with self._lock:  # tables and addresses are those of one step
+            return self._logits(token, cache, rules)
+
+    def _logits(self, token: Tensor, cache: Cache, rules: bool) -> Tensor | None:
         if self._tables is None or not self._tables.belongs_to(cache):
             if not all(isinstance(layer, PagedCacheLayer) for layer in cache.layers):
                 return None
@@ -250,6 +283,14 @@ class Engine:
         if cap := getattr(self._model.config, "final_logit_softcapping", None):
             logits = torch.tanh(logits / cap) * cap
         return logits.to(torch.float32)
+
+
+def _observes(hook: Callable[..., Any]) -> bool:
+    """Not so the hooks of ours and those that transformers leaves behind once states were asked for: they record only
+    while states are asked for, and such a forward is no native step.
+    """
+    module = getattr(hook, "__module__", None)
+    return module != "transformers.utils.output_capturing" and not getattr(hook, "of_hf_sparse", False)
 
 
 def _only_shard(block: HybridBlock) -> Shard:

@@ -31,8 +31,8 @@ class Codebook:
     """A weight format. `table` is int8 [16] ascending, or None where the code is the value (int8).
 
     A group's scale is its peak / `divisor`. The peak is the largest magnitude or, with `signed_peak`, the element of
-    largest magnitude with its sign (the positive one of a tie); with `offset` the distance from the offset, which is the
-    group's smallest weight in bfloat16, to its largest. The code is the nearest one, the lower of a tie.
+    largest magnitude with its sign (the positive one of a tie); with `offset` the distance from the offset, which is
+    the group's smallest weight in bfloat16, to its largest. The code is the nearest one, the lower of a tie.
     """
 
     name: str

@@ -40,13 +40,13 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     """
     nbytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or nbytes == 0 or not hasattr(mmap, "MAP_ANONYMOUS"):
-        return torch.empty(*shape, dtype=dtype, device=device)
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
     global _current
     if _current is None or _current.used + nbytes > len(_current.memory):
         _current = _Block(max(_BLOCK_BYTES, -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE))
     start = _current.used
     _current.used = -(-(start + nbytes) // _ALIGNMENT) * _ALIGNMENT
-    return torch.frombuffer(_current.memory, dtype=dtype, count=math.prod(shape), offset=start).view(*shape)
+    return torch.frombuffer(_current.memory, dtype=dtype, count=math.prod(shape), offset=start).view(tuple(shape))
 
 
 def settled(tensor: Tensor) -> Tensor:

@@ -38,11 +38,11 @@ def gathered_row_product(
     Raises ValueError for another shape, dtype, device or index.
     """
     index = _checked(matrix, x, "x", matrix.cols, index, compute_dtype)
-    count = matrix.rows if index is None else len(index)
+    count = matrix.rows if index is None else index.shape[0]
     level, packed = native.level(), None if _wants_gradient(x) else matrix.native()
     if level is not None and packed is not None:
-        many = _prefers_amx(level, "row_product", matrix, len(x), compute_dtype)
-        if many or len(x) <= _FEW[compute_dtype]:
+        many = _prefers_amx(level, "row_product", matrix, x.shape[0], compute_dtype)
+        if many or x.shape[0] <= _FEW[compute_dtype]:
             out = torch.empty(x.shape[0], count, dtype=torch.float32, device="cpu")
             x = x.to(torch.float32).contiguous()
             fits = (
@@ -82,8 +82,8 @@ def gathered_accumulate(
     rounding = "bf16" if compute_dtype == "bf16" else "fp32"
     level, packed = native.level(), None if _wants_gradient(a) else matrix.native()
     if level is not None and packed is not None:
-        many = _prefers_amx(level, "accumulate", matrix, len(a), compute_dtype)
-        if many or len(a) <= _FEW[rounding]:
+        many = _prefers_amx(level, "accumulate", matrix, a.shape[0], compute_dtype)
+        if many or a.shape[0] <= _FEW[rounding]:
             out = torch.empty(a.shape[0], matrix.cols, dtype=torch.float32, device="cpu")
             factors = (a.to(torch.bfloat16) if rounding == "bf16" else a).to(torch.float32).contiguous()
             fits = (
