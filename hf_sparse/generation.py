@@ -1,8 +1,8 @@
 """The loop that decodes a single sequence token by token, where a token is one native call.
 
 It is transformers' `_sample` without what a batch of one on the CPU does not need: building inputs anew, growing the
-mask, tracking which rows are finished. Logits processors, stopping criteria, streamers, scores and caches are called and
-kept as there.
+mask, tracking which rows are finished. Logits processors, stopping criteria, streamers, scores and caches are called
+and kept as there.
 """
 
 from __future__ import annotations

@@ -40,7 +40,8 @@ class WeightFormat:
     """How a block stores and multiplies its weights.
 
     `weight_dtype`: "nf4", "fp4", "int4", "int4_asym", "int8", or None for weights kept as they came. `group_size`:
-    columns that share a scale. `compute_dtype`: "int8", "bf16" or "fp32", see `hf_sparse.quantization.gathered_row_product`.
+    columns that share a scale. `compute_dtype`: "int8", "bf16" or "fp32", see
+    `hf_sparse.quantization.gathered_row_product`.
     """
 
     weight_dtype: str | None = None
