@@ -7,7 +7,6 @@ import multiprocessing
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -34,6 +33,7 @@ from hf_sparse import SparseAutoModelForCausalLM, WeightOnlyQuantConfig
 from hf_sparse.modeling import PagedCacheLayer, SkipRule, hybrid_blocks
 from hf_sparse.quantization import NeuronMatrix, gathered_row_product, instruction_sets
 from tiny_models import prompt_ids, save_checkpoint, save_tokenizer
+from workers import generate_in_a_worker
 
 QUICK = {"calibration_tokens": 64, "max_perplexity_increase": 0}
 GREEDY = {"do_sample": False, "max_new_tokens": 14, "pad_token_id": 0, "eos_token_id": None}
@@ -439,28 +439,6 @@ def test_threads_that_generate_at_once_get_what_they_get_alone(model: Any) -> No
     assert process.exitcode == 0 and messages == [expected] * 6
 
 
-def _child(model: Any, ids: Tensor, product: Callable[[], Tensor], connection: Any) -> None:
-    """Sends what is generated and multiplied, and what was said meanwhile."""
-    import logging
-
-    lines: list[str] = []
-
-    class Lines(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    logging.getLogger("hf_sparse").addHandler(Lines())
-    try:
-        connection.send(product().tolist())
-        torch.set_num_threads(1)  # PyTorch's own operators hang on threads that a fork has not brought along
-        for _ in range(2):
-            connection.send(model.generate(ids, **GREEDY).tolist())
-        connection.send(lines)
-    except BaseException:
-        connection.send(traceback.format_exc())
-        raise
-
-
 def received(process: Any, connection: Any, count: int) -> list[Any]:
     """That many messages, or what came until a minute was over or the process ended."""
     messages: list[Any] = []
@@ -493,7 +471,7 @@ def test_a_worker_generates_too(method: str, threads: int, directory: Path, gene
         expected = [product().tolist(), *[model.generate(ids, **GREEDY).tolist()] * 2]  # OpenMP has its threads now
         context: Any = multiprocessing.get_context(method)
         here, there = context.Pipe()
-        process = context.Process(target=_child, args=(model, ids, product, there))
+        process = context.Process(target=generate_in_a_worker, args=(model, ids, GREEDY, product, there))
         process.start()
         there.close()
         messages = received(process, here, 4)

@@ -131,6 +131,10 @@ void integer_rows(const Matrix& matrix, const Selection& selection, int64_t firs
         for (; at + 4 <= last; at += 4)
             integer_tile<kind, group_size, 4, 1>(matrix, selection, at, last, x, 0, table, larger(ahead, 4), out);
     }
+    if (selection.index) {  // rows here and there: two at a time keep more of them on their way
+        for (; at + 2 <= last; at += 2)
+            integer_tile<kind, group_size, 2, 1>(matrix, selection, at, last, x, 0, table, larger(ahead, 4), out);
+    }
     for (; at < last; at++)
         integer_tile<kind, group_size, 1, 1>(matrix, selection, at, last, x, 0, table, ahead, out);
 }

@@ -8,7 +8,6 @@ import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hf_sparse.quantization import NeuronMatrix, gathered_accumulate, gathered_row_product, instruction_sets, memory
+from workers import put_sum
 
 CPU = torch.device("cpu")
 DTYPES = (torch.uint8, torch.int8, torch.bfloat16, torch.float16, torch.float32)
@@ -133,10 +133,6 @@ def test_saved_by_torch(tmp_path: Path) -> None:
     assert (tmp_path / "file.pt").stat().st_size < 10_000
 
 
-def _sum(queue: Any, matrix: NeuronMatrix) -> None:
-    queue.put(float(matrix.dequantize().double().sum()))
-
-
 def test_shared_with_a_process(generator: torch.Generator) -> None:
     tensor = filled((5, 6), torch.float32, 2)
     tensor.share_memory_()
@@ -144,7 +140,7 @@ def test_shared_with_a_process(generator: torch.Generator) -> None:
     matrix = NeuronMatrix.quantize(torch.randn(9, 40, generator=generator), "nf4", 32)
     context = torch.multiprocessing.get_context("spawn")
     queue = context.Queue()
-    worker = context.Process(target=_sum, args=(queue, matrix))
+    worker = context.Process(target=put_sum, args=(queue, matrix))
     worker.start()
     try:
         assert queue.get(timeout=60) == float(matrix.dequantize().double().sum())
