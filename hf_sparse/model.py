@@ -166,7 +166,9 @@ class SparseMixin(PreTrainedModel, GenerationMixin):
         result = theirs(generation_config, model_kwargs, *args)
         cache = model_kwargs.get("cache")
         if made_here and isinstance(cache, Cache) and (self.cache_dtype is not None or self.engine() is not None):
-            use_pages(cache, self.config.num_hidden_layers, self.cache_dtype)
+            paged = use_pages(cache, self.config.num_hidden_layers, self.cache_dtype)
+            if not paged and self.cache_dtype is not None:
+                warn_once(f"cache_dtype {self.cache_dtype} is not used: a cache of this kind keeps the model's dtype")
         return result
 
     def resident_bytes(self) -> int:

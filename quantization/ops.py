@@ -39,20 +39,8 @@ def gathered_row_product(
     """
     index = _checked(matrix, x, "x", matrix.cols, index, compute_dtype)
     count = matrix.rows if index is None else index.shape[0]
-    level, packed = native.level(), None if _wants_gradient(x) else matrix.native()
-    if level is not None and packed is not None:
-        many = _prefers_amx(level, "row_product", matrix, x.shape[0], compute_dtype)
-        if many or x.shape[0] <= _FEW[compute_dtype]:
-            out = torch.empty(x.shape[0], count, dtype=torch.float32, device="cpu")
-            x = x.to(torch.float32).contiguous()
-            fits = (
-                packed.many_row_product(level, x, index, out)
-                if many
-                else packed.row_product(level, x, index, compute_dtype, out)
-            )
-            if not fits:
-                raise ValueError(index_fault(index, matrix.rows))
-            return out
+    if (natively := _natively("row_product", matrix, x, index, compute_dtype, _FEW[compute_dtype], count)) is not None:
+        return natively
     if fault := index_fault(index, matrix.rows):
         raise ValueError(fault)
     if matrix.weight is not None:
@@ -80,20 +68,10 @@ def gathered_accumulate(
     """
     index = _checked(matrix, a, "a", matrix.rows if index is None else index.numel(), index, compute_dtype)
     rounding = "bf16" if compute_dtype == "bf16" else "fp32"
-    level, packed = native.level(), None if _wants_gradient(a) else matrix.native()
-    if level is not None and packed is not None:
-        many = _prefers_amx(level, "accumulate", matrix, a.shape[0], compute_dtype)
-        if many or a.shape[0] <= _FEW[rounding]:
-            out = torch.empty(a.shape[0], matrix.cols, dtype=torch.float32, device="cpu")
-            factors = (a.to(torch.bfloat16) if rounding == "bf16" else a).to(torch.float32).contiguous()
-            fits = (
-                packed.many_accumulate(level, factors, index, out)
-                if many
-                else packed.accumulate(level, factors, index, compute_dtype, out)
-            )
-            if not fits:
-                raise ValueError(index_fault(index, matrix.rows))
-            return out
+    factors = a.to(torch.bfloat16) if rounding == "bf16" and not _wants_gradient(a) else a
+    few = _FEW[rounding]
+    if (natively := _natively("accumulate", matrix, factors, index, compute_dtype, few, matrix.cols)) is not None:
+        return natively
     if fault := index_fault(index, matrix.rows):
         raise ValueError(fault)
     if matrix.weight is not None:
@@ -158,6 +136,31 @@ def _checked(
 
 def _wants_gradient(x: Tensor) -> bool:
     return x.requires_grad and torch.is_grad_enabled()
+
+
+def _natively(
+    operator: str, matrix: NeuronMatrix, x: Tensor, index: Tensor | None, compute_dtype: str, few: int, width: int
+) -> Tensor | None:
+    """float32 [n, width] from the native kernel of that name; None where another road is taken: no kernel, a gradient
+    wanted, more than `few` rows of activations. Raises ValueError for a bad index.
+    """
+    level, packed = native.level(), None if _wants_gradient(x) else matrix.native()
+    if level is None or packed is None:
+        return None
+    many = _prefers_amx(level, operator, matrix, x.shape[0], compute_dtype)
+    if not many and x.shape[0] > few:
+        return None
+    out = torch.empty(x.shape[0], width, dtype=torch.float32, device="cpu")
+    x = x.to(torch.float32).contiguous()
+    if many:
+        product = packed.many_row_product if operator == "row_product" else packed.many_accumulate
+        fits = product(level, x, index, out)
+    else:
+        plain = packed.row_product if operator == "row_product" else packed.accumulate
+        fits = plain(level, x, index, compute_dtype, out)
+    if not fits:
+        raise ValueError(index_fault(index, matrix.rows))
+    return out
 
 
 def _prefers_amx(level: int, operator: str, matrix: NeuronMatrix, n: int, compute_dtype: str) -> bool:

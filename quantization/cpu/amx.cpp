@@ -6,6 +6,7 @@
 // sums of some blocks of weights stay in the second-level cache together. An output is summed in the order of its terms
 // whatever is cut where: it depends on its own row of activations only.
 #include "amx_weights.h"
+#include "buffer.h"
 
 namespace hf_sparse {
 namespace {
@@ -16,15 +17,6 @@ constexpr int64_t together_strips = 16;           // pairs of tiles of weights w
 constexpr int64_t together_pairs = 16;            // pairs of panels of 16 rows of activations that go with them
 constexpr int64_t rows_at_once = 1024;            // rows of activations packed at a time
 constexpr int64_t products_per_thread = 1 << 22;  // less is not worth another thread
-
-template <typename T>
-struct Buffer {
-    T* data;
-    explicit Buffer(int64_t count) : data(static_cast<T*>(allocate(static_cast<size_t>(count) * sizeof(T)))) {}
-    ~Buffer() { release(data); }
-    Buffer(const Buffer&) = delete;
-    Buffer& operator=(const Buffer&) = delete;
-};
 
 using Decode = void (*)(const Matrix&, const Selection&, int64_t first, int64_t tiles, int64_t start, int64_t depth,
                         int64_t line, int64_t stop_line, uint8_t* to);

@@ -185,6 +185,11 @@ struct Worker {
         std::memset(y, 0, static_cast<size_t>(sizes.width) * sizeof(float));
         return y;
     }
+    // What a sum of rows multiplies by, as gathered_accumulate takes it.
+    static void round_factors_to(Compute compute, float* factors, int64_t first, int64_t last) {
+        if (compute != bf16) return;
+        for (int64_t i = first; i < last; i++) factors[i] = round_to_bf16(factors[i]);
+    }
     // What all threads have added to a block's output.
     void merge(int block, const float* bias, float* out) const {
         const float* y = shared.y[block];
@@ -254,6 +259,7 @@ struct Worker {
         for (int64_t head = o_first / a.head_dim; head * a.head_dim < o_last; head++)
             merge_head(a, head, units, parts, larger(o_first, head * a.head_dim),
                        smaller(o_last, (head + 1) * a.head_dim));
+        round_factors_to(a.compute, shared.attended, o_first, o_last);
         add_rows(a.o.matrix, {nullptr, q_rows}, o_first, o_last, shared.attended, a.compute, sums, own_y(0));
     }
 
@@ -334,6 +340,7 @@ struct Worker {
                 linear(m.up, first, last, rows, ups);
                 for (int64_t i = first; i < last; i++) gates[i] *= ups[i];
             }
+            round_factors_to(m.compute, gates, first, last);
             add_rows(m.down.matrix, {nullptr, neurons}, first, last, gates, m.compute, sums, own_y(1));
             return;
         }
@@ -373,6 +380,7 @@ struct Worker {
         if (gated) {
             for (int64_t i = 0; i < count; i++) gate_values[i] *= up_values[i];
         }
+        round_factors_to(m.compute, gate_values, 0, count);
         add_rows(m.down.matrix, {list, count}, 0, count, gate_values, m.compute, sums, own_y(1));
         if (computed) __atomic_fetch_add(computed, count, __ATOMIC_RELAXED);
     }

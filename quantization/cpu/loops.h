@@ -24,6 +24,7 @@
 #include <omp.h>
 #endif
 
+#include "buffer.h"
 #include "kernels.h"
 
 namespace hf_sparse {
@@ -113,15 +114,6 @@ inline uint32_t largest_magnitude_bits(const float* values, int64_t count) {
 template <int value_>
 struct Size {
     static constexpr int value = value_;
-};
-
-template <typename T>
-struct Buffer {
-    T* data;
-    explicit Buffer(int64_t count) : data(static_cast<T*>(allocate(static_cast<size_t>(count) * sizeof(T)))) {}
-    ~Buffer() { release(data); }
-    Buffer(const Buffer&) = delete;
-    Buffer& operator=(const Buffer&) = delete;
 };
 
 inline int64_t row_at(const Selection& selection, int64_t position) {
