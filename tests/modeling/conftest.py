@@ -1,0 +1,62 @@
+"""Fixtures of models and of native decode steps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from engine_steps import Save
+from hf_sparse.modeling import Engine
+from tiny_models import save_checkpoint
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Save:
+    """`save_checkpoint` with room for 400 positions, once for what it is called with."""
+    made: dict[str, Path] = {}
+
+    def save(case: str, **overrides: Any) -> Path:
+        key = case + json.dumps(overrides, sort_keys=True)
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp(case)
+            save_checkpoint(case, made[key], **({"max_position_embeddings": 400} | overrides))
+        return made[key]
+
+    return save
+
+
+@pytest.fixture
+def native_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Positions of the tokens that were decoded natively."""
+    steps: list[int] = []
+    logits = Engine.logits
+
+    def counted(self: Engine, token: Tensor, cache: Cache, *args: Any, **kwargs: Any) -> Tensor | None:
+        position = cache.get_seq_length()
+        result = logits(self, token, cache, *args, **kwargs)
+        if result is not None:
+            steps.append(position)
+        return result
+
+    monkeypatch.setattr(Engine, "logits", counted)
+    return steps
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A plain model with room for 700 positions."""
+    return save_checkpoint("llama", tmp_path_factory.mktemp("llama"), max_position_embeddings=700)

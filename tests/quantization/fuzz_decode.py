@@ -1,0 +1,256 @@
+"""Whole decode steps of the kernels at random shapes, and what they give in plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fuzz_case import COMPUTES, TOLERANCE, Case, dense, near, predicted_scores
+
+PAGE_TOKENS = 256
+ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (
+    torch.nn.functional.silu,
+    torch.nn.functional.gelu,
+    lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    torch.relu,
+    lambda x: torch.relu(x).square(),
+)
+
+
+class Linear:
+    def __init__(self, case: Case, rows: int, cols: int, form: tuple[str | None, int], by_neuron: bool = False) -> None:
+        self.matrix = case.matrix(rows, cols, form, (rows if by_neuron else cols) ** -0.5)
+        width = cols if by_neuron else rows
+        self.bias = case.place(case.normal(width)) if case.random.random() < 0.5 else None
+        self.case = case
+        bias = 0 if self.bias is None else self.bias.data_ptr()
+        self.handle = case.kernels.Linear(self.matrix.native().handle, bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = dense(self.matrix) @ self.case.rounded(x[None], self.matrix)[0]
+        return y if self.bias is None else y + self.bias.double()
+
+    def sum_of_rows(self, a: Tensor) -> Tensor:
+        y = a.double() @ dense(self.matrix)
+        return y if self.bias is None else y + self.bias.double()
+
+
+def rms(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
+    return x if weight is None else x * (x.square().mean(-1, keepdim=True) + epsilon).rsqrt() * weight.double()
+
+
+class Attention:
+    def __init__(self, case: Case, hidden: int, form: tuple[str | None, int], position: int) -> None:
+        rng = case.random
+        self.case, self.position = case, position
+        self.kv_heads, self.queries, self.head_dim = rng.randint(1, 3), rng.randint(1, 4), case.size(70)
+        heads, dim = self.kv_heads * self.queries, self.head_dim
+        widths = (heads * dim, self.kv_heads * dim, self.kv_heads * dim)
+        self.qkv = [Linear(case, width, hidden, form) for width in widths]
+        self.out = Linear(case, heads * dim, hidden, form, by_neuron=True)
+        self.scaling, self.softcap = dim**-0.5, rng.choice((0.0, 0.0, 2.0))
+        self.window = rng.choice((0, 0, 1, rng.randint(1, 300)))
+        self.norms: list[Tensor | None] = [None, None]
+        self.all_heads = rng.random() < 0.5
+        self.made = case.kernels.Attention(
+            *(part.handle for part in (*self.qkv, self.out)),
+            heads,
+            self.kv_heads,
+            dim,
+            self.scaling,
+            COMPUTES.index(case.compute),
+        )
+        if rng.random() < 0.5:
+            self.norms = [case.place(1 + case.normal(n if self.all_heads else dim)) for n in widths[:2]]
+            self.made.set_norms(*(norm.data_ptr() for norm in self.norms), self.all_heads, 0.01)
+        self.rotary = 2 * rng.randint(0, dim // 2)
+        self.rotation = rng.randint(0, 1) if self.rotary else -1
+        if self.rotary:
+            self.made.set_rotation(self.rotation, self.rotary)
+        self.made.softcap, self.made.window = self.softcap, self.window
+        self._make_cache()
+
+    def _make_cache(self) -> None:
+        case = self.case
+        self.dtype = case.random.choice((torch.float32, torch.bfloat16, torch.int8))
+        pages, shape = self.position // PAGE_TOKENS + 1, (self.kv_heads, PAGE_TOKENS, self.head_dim)
+        self.pages: list[list[Tensor]] = [[], [], [], []]  # keys, values, their scales
+        for _ in range(pages):
+            for side in (0, 1):
+                states = case.normal(*shape)
+                if self.dtype == torch.int8:
+                    scales = states.abs().amax(-1) / 127
+                    self.pages[2 + side].append(case.place(scales))
+                    states = (states / scales[..., None]).round()
+                self.pages[side].append(case.place(states.to(self.dtype)))
+        addresses = [[t.data_ptr() for t in column] or [0] * pages for column in self.pages]
+        self.table = case.place(torch.tensor(addresses).T.contiguous())
+        self.code = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}[self.dtype]
+        self.before = [[t.clone() for t in column] for column in self.pages]
+
+    def _held(self, side: int, pages: list[list[Tensor]]) -> Tensor:
+        """[kv_heads, tokens, head_dim]"""
+        values = torch.cat(pages[side], dim=1).double()
+        return values * torch.cat(pages[2 + side], dim=1).double()[..., None] if self.dtype == torch.int8 else values
+
+    def __call__(self, x: Tensor, rotations: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """After the kernel has run, whose new keys and values are looked at here, and then used."""
+        q, k, v = (part(x) for part in self.qkv)
+        q, k = (self._turned(states, norm, rotations) for states, norm in zip((q, k), self.norms, strict=True))
+        at, stop = self.position, self.position + 1
+        held = [self._held(side, self.pages)[:, :stop] for side in (0, 1)]
+        for states, new in ((held[0], k), (held[1], v.view(self.kv_heads, -1))):
+            peak = new.abs().amax(-1, keepdim=True)
+            step = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.int8: 1 / 127}[self.dtype]
+            near(
+                "new key or value", states[:, at], new, (TOLERANCE[self.case.compute] * 10 + step) * peak.clamp_min(0.1)
+            )
+        for column, was in zip(self.pages, self.before, strict=True):
+            for number, (page, before) in enumerate(zip(column, was, strict=True)):
+                rest = torch.arange(PAGE_TOKENS) != at - number * PAGE_TOKENS
+                if not torch.equal(page[:, rest], before[:, rest]):
+                    raise AssertionError("another token of the cache was changed")
+        start = max(0, stop - self.window) if self.window else 0
+        scores = (
+            torch.einsum("kqd,ktd->kqt", q.view(self.kv_heads, self.queries, -1), held[0][:, start:]) * self.scaling
+        )
+        if self.softcap:
+            scores = torch.tanh(scores / self.softcap) * self.softcap
+        attended = torch.einsum("kqt,ktd->kqd", scores.softmax(-1), held[1][:, start:])
+        return self.out.sum_of_rows(attended.flatten())
+
+    def _turned(self, states: Tensor, norm: Tensor | None, rotations: list[tuple[Tensor, Tensor]]) -> Tensor:
+        states = rms(states, norm, 0.01) if self.all_heads else states
+        states = states.view(-1, self.head_dim)
+        states = states if self.all_heads else rms(states, norm, 0.01)
+        if not self.rotary:
+            return states
+        cos, sin = (t.double() for t in rotations[self.rotation])
+        half = self.rotary // 2
+        a, b, rest = states.split((half, half, self.head_dim - self.rotary), dim=1)
+        cos, sin = cos[:half], sin[:half]
+        return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=1)
+
+
+class Mlp:
+    def __init__(self, case: Case, hidden: int, form: tuple[str | None, int]) -> None:
+        rng, self.case, self.neurons = case.random, case, case.size(300)
+        self.gate = Linear(case, self.neurons, hidden, form) if rng.random() < 0.6 else None
+        self.up = Linear(case, self.neurons, hidden, form)
+        down_form = form if rng.random() < 0.7 else case.format()
+        self.down = Linear(case, self.neurons, hidden, down_form, by_neuron=True)
+        self.activation = rng.randrange(len(ACTIVATIONS))
+        self.made = case.kernels.Mlp(self.up.handle, self.down.handle, self.activation, COMPUTES.index(case.compute))
+        if self.gate is not None:
+            self.made.gate = self.gate.handle
+        self.made.rule = self.rule = rng.random() < 0.6
+        self.made.threshold = self.threshold = rng.choice((0.0, 0.05, 0.3, 1e9)) if self.rule else 0.0
+        self.predictor = None
+        if self.rule and rng.random() < 0.5:
+            width = case.size(40)
+            fc1, fc2 = case.matrix(width, hidden, ("int8", 32)), case.matrix(self.neurons, width, ("int8", 32))
+            bias = case.place(case.normal(self.neurons) + rng.choice((-100, 0, 100)))
+            self.predictor = fc1, fc2, bias
+            self.made.predictor = case.kernels.Predictor(fc1.native().handle, fc2.native().handle, bias.data_ptr())
+        # Whether rounding may have a neuron fall to the other side of what decides.
+        self.sharp = self.rule and (self.threshold not in (0.0, 1e9) or self.predictor is not None)
+
+    def __call__(self, x: Tensor, rules: bool) -> tuple[Tensor, int]:
+        """What it adds, and how many neurons were computed."""
+        gate = ACTIVATIONS[self.activation]((self.gate or self.up)(x))
+        hidden = gate if self.gate is None else gate * self.up(x)
+        if not (self.rule and rules):
+            return self.down.sum_of_rows(hidden), 0
+        kept = gate.abs() >= self.threshold if self.threshold else gate != 0
+        if self.predictor is not None:
+            kept &= predicted_scores(self.case, *self.predictor, x) > 0
+        return self.down.sum_of_rows(torch.where(kept, hidden, 0.0)), int(kept.sum())
+
+
+def decode(case: Case) -> str:
+    """Layers and a head, or parts of one layer."""
+    rng, hidden, form = case.random, case.size(150), case.format()
+    part = rng.choice(("layers", "layers", "layers and head", "layers and head", "attention", "mlp"))
+    position = rng.choice((0, rng.randint(1, 70), rng.randint(1, 600), 63, 64, 255, 256))
+    count = rng.randint(1, 3) if part.startswith("layers") else 1
+    decoder = case.kernels.Decoder(case.level, hidden)
+    layers: list[tuple[list[Tensor | None], Attention | None, Mlp | None]] = []
+    for _ in range(count):
+        made = case.kernels.Layer()
+        norms = [case.place(1 + case.normal(hidden)) if rng.random() < 0.7 else None for _ in range(4)]
+        made.set_norms(*(0 if norm is None else norm.data_ptr() for norm in norms), 0.01)
+        attention = None if part == "mlp" else Attention(case, hidden, form, position)
+        mlp = None if part == "attention" else Mlp(case, hidden, form)
+        if attention is not None:
+            made.attention = attention.made
+        if mlp is not None:
+            made.mlp = mlp.made
+        if not part.startswith("layers"):
+            norms = [None] * 4
+            made.set_norms(0, 0, 0, 0, 0.01)
+        decoder.add(made)
+        layers.append((norms, attention, mlp))
+    head = final = None
+    if part == "layers and head":
+        head, final = Linear(case, case.size(400), hidden, case.format()), case.place(1 + case.normal(hidden))
+        cap = rng.choice((0.0, 5.0))
+        decoder.set_head(case.kernels.Head(final.data_ptr(), 0.01, head.handle, cap, COMPUTES.index(case.compute)))
+
+    x, rules, threads = case.place(case.normal(hidden)), rng.random() < 0.8, rng.choice((1, 2, 3, 4, 7))
+    rotations = []
+    for _ in range(2):
+        angles = case.normal(max(attention.rotary // 2 if attention else 0 for _, attention, _ in layers))
+        rotations.append((case.place(angles.cos()), case.place(angles.sin())))
+    rotation_table = case.place(torch.tensor([[cos.data_ptr(), sin.data_ptr()] for cos, sin in rotations]))
+    tables = case.place(torch.tensor([[a.table.data_ptr(), a.code] if a else [0, 0] for _, a, _ in layers]))
+    computed = case.place(torch.zeros(count, 2, dtype=torch.int64)) if rng.random() < 0.7 else None
+    out = case.buffer(hidden if head is None else head.matrix.rows)
+    decoder.run(
+        0,
+        count,
+        part.startswith("layers"),
+        x.data_ptr(),
+        out.data_ptr() if head is None else 0,
+        0 if head is None else out.data_ptr(),
+        position,
+        rotation_table.data_ptr(),
+        tables.data_ptr(),
+        rules,
+        0 if computed is None else computed.data_ptr(),
+        threads,
+    )
+
+    text = f"{part} x {count}, hidden {hidden}, {form}, {case.compute}, position {position}, {threads} threads"
+    states, sharp = x.double(), False
+    for number, (norms, attention, mlp) in enumerate(layers):
+        added = None
+        if attention is not None:
+            # Errors of what came before grow where a norm blows up small states.
+            added = attention(rms(states, norms[0], 0.01), rotations) if not sharp else None
+        if sharp:
+            break
+        if added is not None:
+            states = states + rms(added, norms[1], 0.01) if part != "attention" else added
+        if mlp is not None:
+            added, kept = mlp(rms(states, norms[2], 0.01), rules)
+            states = states + rms(added, norms[3], 0.01) if part != "mlp" else added
+            sharp = sharp or (mlp.sharp and rules and case.compute != "fp32")
+            if computed is not None:
+                offered = mlp.neurons if mlp.rule and rules else 0
+                # A sum that is zero may come out as less than nothing, and a small GELU as zero.
+                off = abs(int(computed[number, 0]) - kept) if case.compute == "fp32" and mlp.activation >= 3 else 0
+                if int(computed[number, 1]) != offered or not 0 <= int(computed[number, 0]) <= offered or off > 3:
+                    raise AssertionError(f"counted {computed[number].tolist()}, not {[kept, offered]}; {text}")
+    if not bool(out.isfinite().all()):
+        raise AssertionError(f"not finite; {text}")
+    if sharp:
+        return text
+    if head is not None:
+        states = head(rms(states, final, 0.01))
+        states = torch.tanh(states / cap) * cap if cap else states
+    slack = {"fp32": 1e-3, "bf16": 0.3, "int8": 0.1}[case.compute]
+    wide = any(attention is not None and attention.dtype != torch.float32 for _, attention, _ in layers)
+    near(text, out, states, (slack + 0.05 * wide) * (1 + states.abs().max()))
+    return text
