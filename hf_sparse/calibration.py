@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +27,7 @@ from .log import logger
 from .model import SparseMixin
 from .plan import BlockProfile, PlacementPlan, PlanKey
 from .predictor_training import train_predictors
+from .texts import read_texts, token_stream
 
 ROW_TOKENS = 256
 # Shares of neurons that a magnitude threshold leaves out, from none upwards: what the search chooses from, for all
@@ -115,68 +114,18 @@ def calibration_rows(model: SparseMixin, tokenizer: Any, options: SparseConfig) 
     """
     positions = getattr(model.config, "max_position_embeddings", None) or ROW_TOKENS
     length = max(2, min(ROW_TOKENS, positions, options.calibration_tokens // 2))
-    texts = _texts(options)
-    if texts is None:
+    name, source = "calibration_texts", options.calibration_texts
+    if source is None:
         stream = _self_generated(model, tokenizer, options, length)
     else:
-        if tokenizer is None:
-            raise ValueError("calibration_texts: there is no tokenizer beside the model that could read them")
-        ids = [tokenizer(text).input_ids for text in texts]
-        stream = torch.tensor([token for text in ids for token in text])
-        vocabulary = vocabulary_size(model)
-        if len(stream) and int(stream.max()) >= vocabulary:
-            raise ValueError(
-                f"calibration_texts: the tokenizer gives token {int(stream.max())}, the model has {vocabulary}"
-            )
+        texts = read_texts(source, name=name, tokens=options.calibration_tokens)
+        stream = token_stream(texts, tokenizer, vocabulary=vocabulary_size(model), name=name)
     stream = stream[: max(options.calibration_tokens, 2 * length)]
     if len(stream) < 2 * length:
         length = len(stream) // 2
     if length < 2:
         raise ValueError(f"calibration_texts: expected at least 4 tokens of text, got {len(stream)}")
     return stream[: len(stream) // length * length].view(-1, length)
-
-
-def _texts(options: SparseConfig) -> list[str] | None:
-    source = options.calibration_texts
-    if source is None:
-        return None
-    if not isinstance(source, (str, os.PathLike)):
-        return list(source)
-    path = Path(source)
-    if path.suffix == ".txt":
-        return [path.read_text(encoding="utf-8")]
-    if path.suffix == ".jsonl":
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-        if not all(isinstance(line, dict) and isinstance(line.get("text"), str) for line in lines):
-            raise ValueError(f'calibration_texts: {path}: expected a "text" in every line')
-        return [line["text"] for line in lines]
-    return _dataset_texts(str(source), options.calibration_tokens)
-
-
-def _dataset_texts(name: str, tokens: int) -> list[str]:
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise ImportError(f"calibration_texts: to read the dataset {name!r}, pip install datasets") from error
-    try:
-        split = load_dataset(name, split="train")
-    except Exception as error:
-        raise ValueError(
-            f"calibration_texts: the dataset {name!r} cannot be loaded ({error}); offline it must be "
-            "in the cache already, or give a "
-            "list of texts or a .txt or .jsonl file"
-        ) from error
-    if "text" not in split.column_names:
-        raise ValueError(
-            f"calibration_texts: the dataset {name!r} has columns {split.column_names}, expected one named 'text'"
-        )
-    texts, characters = [], 0
-    for text in split["text"]:
-        texts.append(text)
-        characters += len(text)
-        if characters > 8 * tokens:  # more than enough: a token has about four characters
-            break
-    return texts
 
 
 def _self_generated(model: SparseMixin, tokenizer: Any, options: SparseConfig, length: int) -> Tensor:

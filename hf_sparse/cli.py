@@ -1,4 +1,4 @@
-"""The command line: `hf-sparse run`, `plan` and `demo`.
+"""The command line: `hf-sparse run`, `plan`, `eval` and `demo`.
 
 What was asked for goes to stdout, everything else to stderr. torch and transformers are imported inside the commands,
 so that `--help` answers at once.
@@ -7,6 +7,7 @@ so that `--help` answers at once.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import time
 from pathlib import Path
@@ -44,7 +45,7 @@ app = typer.Typer(
 )
 
 # The options, each described once. Defaults that depend on something else are None here and said in the help.
-LOADING, GENERATION = "Weights and placement", "Generation"
+LOADING, GENERATION, EVALUATION = "Weights and placement", "Generation", "Evaluation"
 Model = Annotated[str, typer.Argument(help="A directory, a hub id, or the path of a .gguf file.")]
 GgufFile = Annotated[
     str | None,
@@ -59,17 +60,26 @@ GpuBudget = Annotated[
     ),
 ]
 WeightDtype = Annotated[
-    str, typer.Option(metavar="TYPE", help="nf4, fp4, int4, int8, or none: as they came.", rich_help_panel=LOADING)
+    str,
+    typer.Option(
+        metavar="TYPE", help="nf4, fp4, int4, int4_asym, int8, or none: as they came.", rich_help_panel=LOADING
+    ),
 ]
 ComputeDtype = Annotated[
     str | None,
     typer.Option(
-        metavar="TYPE", help="int8, bf16 or fp32 activations in products. Default: fp32.", rich_help_panel=LOADING
+        metavar="TYPE", help="int8, bf16 or fp32 activations in products. Default: int8.", rich_help_panel=LOADING
     ),
 ]
 GroupSize = Annotated[
     int | None,
     typer.Option(metavar="SIZE", help="32, 64 or 128 weights share a scale. Default: 64.", rich_help_panel=LOADING),
+]
+HeadDtype = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TYPE", help="Of the head: as weights, or none: as it came. Default: int8.", rich_help_panel=LOADING
+    ),
 ]
 MaxPerplexityIncrease = Annotated[
     float,
@@ -94,6 +104,30 @@ Seed = Annotated[
 Chat = Annotated[
     bool | None,
     typer.Option(help="Use the tokenizer's chat template. Default: if it has one.", rich_help_panel=GENERATION),
+]
+Texts = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="A .txt or .jsonl file, or a dataset. Default: Python's documentation.",
+        rich_help_panel=EVALUATION,
+    ),
+]
+Tokens = Annotated[int, typer.Option(metavar="COUNT", help="Tokens to read at most.", rich_help_panel=EVALUATION)]
+Window = Annotated[
+    int | None,
+    typer.Option(
+        metavar="COUNT",
+        help="Tokens read together. Default: 512, or the model's positions.",
+        rich_help_panel=EVALUATION,
+    ),
+]
+FullPrecision = Annotated[
+    bool,
+    typer.Option(help="Compare with the weights as they came too, loaded beside.", rich_help_panel=EVALUATION),
+]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write all figures here.", rich_help_panel=EVALUATION)
 ]
 
 
@@ -124,6 +158,7 @@ def run(
     weight_dtype: WeightDtype = "nf4",
     compute_dtype: ComputeDtype = None,
     group_size: GroupSize = None,
+    head_dtype: HeadDtype = None,
     max_perplexity_increase: MaxPerplexityIncrease = 0.01,
     max_new_tokens: MaxNewTokens = 256,
     do_sample: DoSample = None,
@@ -135,7 +170,7 @@ def run(
     if not prompt:
         raise ValueError("prompt: expected some text, got none")
     source = _source(model, gguf_file)
-    sparse = _load(source, gpu_budget, weight_dtype, compute_dtype, group_size, max_perplexity_increase)
+    sparse = _load(source, gpu_budget, weight_dtype, compute_dtype, group_size, head_dtype, max_perplexity_increase)
     if do_sample is None and temperature is not None:
         do_sample = True
     sampling = _given(do_sample=do_sample, temperature=temperature)
@@ -150,11 +185,12 @@ def plan(
     weight_dtype: WeightDtype = "nf4",
     compute_dtype: ComputeDtype = None,
     group_size: GroupSize = None,
+    head_dtype: HeadDtype = None,
     max_perplexity_increase: MaxPerplexityIncrease = 0.01,
 ) -> None:
     """Calibrates the model, unless its plan is there already, and shows the plan."""
     source = _source(model, gguf_file)
-    sparse = _load(source, gpu_budget, weight_dtype, compute_dtype, group_size, max_perplexity_increase)
+    sparse = _load(source, gpu_budget, weight_dtype, compute_dtype, group_size, head_dtype, max_perplexity_increase)
     stdout.print(_rules_table(sparse))
     stdout.print(sparse.placement_summary())
     report = sparse.plan.calibration_report
@@ -168,6 +204,45 @@ def plan(
     )
     where = "Not saved" if sparse.plan_directory is None else f"Saved in {sparse.plan_directory}"
     stdout.print(where, highlight=False, soft_wrap=True)
+
+
+@app.command("eval")
+def evaluate(
+    model: Model,
+    texts: Texts = None,
+    tokens: Tokens = 4096,
+    window: Window = None,
+    full_precision: FullPrecision = True,
+    json_file: JsonFile = None,
+    gguf_file: GgufFile = None,
+    gpu_budget: GpuBudget = None,
+    weight_dtype: WeightDtype = "nf4",
+    compute_dtype: ComputeDtype = None,
+    group_size: GroupSize = None,
+    head_dtype: HeadDtype = None,
+    max_perplexity_increase: MaxPerplexityIncrease = 0.01,
+) -> None:
+    """Compares the model with its rules, without them, and with the weights as they came."""
+    from transformers import AutoTokenizer
+
+    from . import evaluation
+    from .texts import read_texts
+
+    # What is wrong with these is said now, not after minutes of loading.
+    if texts is not None:
+        read_texts(texts, name="texts", tokens=tokens)
+    if json_file is not None and not json_file.parent.is_dir():
+        raise NotADirectoryError(f"json: got {json_file}, but there is no directory {json_file.parent}")
+    source = _source(model, gguf_file)
+    sparse = _load(source, gpu_budget, weight_dtype, compute_dtype, group_size, head_dtype, max_perplexity_increase)
+    reference = evaluation.full_precision(*source.values(), dtype=sparse.dtype) if full_precision else None
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    found = evaluation.evaluate(sparse, tokenizer, texts, tokens=tokens, window=window, reference=reference)
+    stdout.print(found, highlight=False, soft_wrap=True)
+    if json_file is not None:
+        aside = json_file.with_name(f".{json_file.name}.{os.getpid()}")
+        aside.write_text(json.dumps({"model": model, **found.to_dict()}, indent=1) + "\n", encoding="utf-8")
+        aside.replace(json_file)
 
 
 @app.command()
@@ -204,14 +279,17 @@ def _load(
     weight_dtype: str,
     compute_dtype: str | None,
     group_size: int | None,
+    head_dtype: str | None,
     max_perplexity_increase: float,
 ) -> SparseMixin:
     from .auto import SparseAutoModelForCausalLM
     from .config import WeightOnlyQuantConfig
 
-    options = _given(compute_dtype=compute_dtype, group_size=group_size)
+    options = _given(compute_dtype=compute_dtype, group_size=group_size, head_dtype=head_dtype)
     if weight_dtype == "none" and options:
         raise ValueError(f"{', '.join(options)}: needs quantized weights, but weight_dtype is 'none'")
+    if head_dtype == "none":
+        options["head_dtype"] = None
     quantization = None if weight_dtype == "none" else WeightOnlyQuantConfig(weight_dtype=weight_dtype, **options)
     model: Any = SparseAutoModelForCausalLM.from_pretrained(
         **source,
