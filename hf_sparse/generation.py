@@ -31,7 +31,13 @@ def decodes_alone(input_ids: Tensor, config: GenerationConfig, synced_gpus: bool
         return False
     if mask is not None and not (mask.dim() == 2 and bool(mask.all())):
         return False
-    return positions is None or bool((positions == torch.arange(positions.shape[-1])).all())
+    return positions is None or bool((positions == torch.arange(positions.shape[-1], device=positions.device)).all())
+
+
+def is_watched(model: Any) -> bool:
+    """Whether someone wants to see every call of the model itself, or of what prepares its inputs."""
+    replaced = vars(model).keys() & {"forward", "prepare_inputs_for_generation"}
+    return bool(model._forward_hooks or model._forward_pre_hooks or replaced)
 
 
 # Those that forward() gets, and the tokenizer that stop_strings needs.
@@ -65,15 +71,16 @@ def decode_alone(
         if config.do_sample:
             token = torch.multinomial(scores.softmax(dim=-1), num_samples=1)
         else:
-            token = torch.tensor([[int(scores[0].numpy().argmax())]])  # many times faster than torch's
+            best = int(scores[0].float().numpy().argmax())  # many times faster than torch's
+            token = torch.tensor([[best]], dtype=torch.int64, device="cpu")
         input_ids = torch.cat((input_ids, token), dim=-1)
         finished = bool(stopping_criteria(input_ids, all_scores).all())
         if streamer is not None:
             streamer.put(token[0])
         if finished:
             break
-        following = model.native_logits(token, inputs["cache"])
-        if following is None:  # someone hooked on to the model, or changed its rules, meanwhile
+        following = None if is_watched(model) else model.native_logits(token, inputs["cache"])
+        if following is None:  # someone hooked on to the model, or changed it, meanwhile
             inputs = _caught_up(inputs, pending)
             outputs = model(**model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **inputs))
             inputs, pending = model._update_model_kwargs_for_generation(outputs, inputs), 0
@@ -95,6 +102,6 @@ def _caught_up(inputs: dict[str, Any], tokens: int) -> dict[str, Any]:
     if mask is not None:
         inputs["attention_mask"] = torch.cat((mask, mask.new_ones(1, tokens)), dim=-1)
     if positions is not None:
-        more = positions[..., -1:] + 1 + torch.arange(tokens)
+        more = positions[..., -1:] + 1 + torch.arange(tokens, device=positions.device)
         inputs["position_ids"] = torch.cat((positions, more), dim=-1)
     return inputs

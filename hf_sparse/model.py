@@ -38,7 +38,7 @@ from hf_sparse.modeling import (
 )
 
 from .checkpoint import Checkpoint, open_checkpoint
-from .generation import decode_alone, decodes_alone
+from .generation import decode_alone, decodes_alone, is_watched
 from .log import logger, warn_once
 from .plan import PlacementPlan
 from .report import PlacementSummary, summarize_placement
@@ -97,9 +97,11 @@ class SparseMixin(PreTrainedModel, GenerationMixin):
 
     # Decoding natively
 
-    def engine(self) -> Engine | None:
-        """What decodes one token in one native call; None where the model is left to transformers' own modules."""
-        if self._engine_tried and self._engine is not None and not self._engine.fits():
+    def engine(self, thoroughly: bool = True) -> Engine | None:
+        """What decodes one token in one native call; None where the model is left to transformers' own modules.
+        `thoroughly`: see Engine.fits.
+        """
+        if self._engine_tried and self._engine is not None and not self._engine.fits(thoroughly):
             self._engine_tried = False
         if not self._engine_tried:
             self._engine, self._engine_tried = None, True
@@ -109,25 +111,30 @@ class SparseMixin(PreTrainedModel, GenerationMixin):
                 logger.info("Decoding goes through transformers' modules: %s", reason)
         return self._engine
 
-    def native_logits(self, token: Tensor, cache: Cache) -> Tensor | None:
-        """Logits float32 [1, vocabulary] that follow `token`, int64 [1, 1], after what `cache` holds, which gets its
-        keys and values. None, and nothing is changed, where native code does not decode this: no engine, a hook on a
-        part of the model, an empty cache or one of another kind.
+    def native_logits(self, token: Tensor, cache: Cache, thoroughly: bool = False) -> Tensor | None:
+        """Logits float32 [1, vocabulary], rounded to the model's dtype, that follow `token`, int64 [1, 1], after what
+        `cache` holds, which gets its keys and values. None, and nothing is changed, where native code does not decode
+        this: no engine, a hook on a part of the model, an empty cache or one of another kind.
         """
-        if (engine := self.engine()) is None or engine.observed() or self.training or cache.get_seq_length() == 0:
+        engine = self.engine(thoroughly)
+        if engine is None or engine.observed() or self.training or cache.get_seq_length() == 0:
             return None
-        if torch.is_grad_enabled() and any(p.requires_grad for p in self.get_input_embeddings().parameters()):
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
             return None
         if not isinstance(cache.layers[0], PagedCacheLayer) and not use_pages(
             cache, self.config.num_hidden_layers, self.cache_dtype
         ):
             return None
-        return engine.logits(token, cache, rules=skipping_mode() != "never")
+        logits = engine.logits(token, cache, rules=skipping_mode() != "never")
+        return logits if logits is None or self.dtype == torch.float32 else logits.to(self.dtype).to(torch.float32)
 
     def _native_step(self, *args: Any, **kwargs: Any) -> CausalLMOutputWithPast | None:
         """The output of `forward` for a decode step; None where the family's own `forward` is to compute it."""
         cache = kwargs.get("cache", kwargs.get("past_key_values"))
-        if args or cache is None or any(kwargs.get(name) not in allowed for name, allowed in STEP_OPTIONS.items()):
+        if args or cache is None:
+            return None
+        options = ((kwargs.get(name), allowed) for name, allowed in STEP_OPTIONS.items())
+        if any(isinstance(value, Tensor) or value not in allowed for value, allowed in options):
             return None
         if kwargs.keys() - STEP_ARGUMENTS - STEP_OPTIONS.keys() or self.config.output_hidden_states:
             return None
@@ -141,7 +148,7 @@ class SparseMixin(PreTrainedModel, GenerationMixin):
             return None
         if positions is not None and not (positions.shape == (1, 1) and int(positions) == seen):
             return None
-        logits = self.native_logits(token, cache)
+        logits = self.native_logits(token, cache, thoroughly=True)
         return None if logits is None else CausalLMOutputWithPast(logits=logits[None].to(self.dtype), cache=cache)
 
     def _sample(
@@ -155,7 +162,8 @@ class SparseMixin(PreTrainedModel, GenerationMixin):
         **model_kwargs: Any,
     ) -> Any:
         arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
-        if self.engine() is not None and decodes_alone(input_ids, generation_config, synced_gpus, model_kwargs):
+        alone = not is_watched(self) and decodes_alone(input_ids, generation_config, synced_gpus, model_kwargs)
+        if alone and self.engine() is not None:
             return decode_alone(self, *arguments, streamer, model_kwargs)
         theirs: Any = super()._sample  # type: ignore[misc]
         return theirs(*arguments, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs)

@@ -5,8 +5,6 @@ runs wherever this does not apply.
 
 from __future__ import annotations
 
-import operator
-import threading
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +24,9 @@ from .mlp import HybridMLP
 from .native_mlp import NativeWeights
 from .native_mlp import NotUsual as NotUsual  # part of what this module offers
 from .paged_cache import PAGE_TOKENS, PagedCacheLayer, PageTables
+from .watch import Watch
 
+ATTENTION_IMPLEMENTATIONS = (None, "eager", "sdpa")  # that compute what native code does
 STATIC_ROTATIONS = ("default", "linear", "llama3", "yarn")  # whose frequencies do not depend on the length
 
 
@@ -62,9 +62,9 @@ class _Rotations:
         block, row = divmod(position, PAGE_TOKENS)
         while len(self._blocks) <= block:
             start = len(self._blocks) * PAGE_TOKENS
-            positions = torch.arange(start, start + PAGE_TOKENS)[None]
+            positions = torch.arange(start, start + PAGE_TOKENS, device="cpu")[None]
             with torch.no_grad():
-                cos, sin = self._rotary(torch.zeros(1, dtype=torch.float32), positions)
+                cos, sin = self._rotary(torch.zeros(1, dtype=torch.float32, device="cpu"), positions)
             half = cos.shape[-1] // 2
             self._blocks.append((cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()))
         cos, sin = self._blocks[block]
@@ -84,26 +84,25 @@ class Engine:
         self._kernels = native.kernels()
         self._weights = NativeWeights()
         self._model, config = model, model.config
-        self._base = model.get_submodule(layers_path.rpartition(".")[0])
+        if config._attn_implementation not in ATTENTION_IMPLEMENTATIONS:
+            raise NotUsual(f"attention by {config._attn_implementation!r}")
+        self._base = _unwrapped(model.get_submodule(layers_path.rpartition(".")[0]))
         layers: list[Any] = list(model.get_submodule(layers_path))
         self._blocks: list[tuple[HybridAttention, HybridMLP]] = []
         self._sizes: list[tuple[int, int, int]] = []
-        self._counts = torch.zeros(len(layers), 2, dtype=torch.int64)
+        self._counts = torch.zeros(len(layers), 2, dtype=torch.int64, device="cpu")
         self._decoder = self._kernels.Decoder(level, config.hidden_size)
         self._rotations = self._make_rotations(config)
         for number, layer in enumerate(layers):
-            blocks = [module for module in layer.modules() if isinstance(module, HybridBlock)]
-            attention = next(b for b in blocks if isinstance(b, HybridAttention))
-            mlp = next(b for b in blocks if isinstance(b, HybridMLP))
+            attention, mlp = _blocks_of(layer, number, names)
             self._decoder.add(self._layer(number, layer, attention, mlp, names))
             self._blocks.append((attention, mlp))
             self._counts[number] = mlp.counters
             mlp.counters = self._counts[number]
         self._vocabulary = self._make_head(config, names)
         self._embed = model.get_input_embeddings()
-        self._lock = threading.Lock()
-        self._watched = self._find_watched(layers, names)
-        self._state = self._current_state()
+        self._lock = native.Lock()
+        self._watched = self._watch(layers, names)
         self._rotation_array = array("q", [0] * 4)
         self._tables: PageTables | None = None
         self._hooks_of_base = model.base_model._forward_pre_hooks
@@ -118,10 +117,15 @@ class Engine:
     # Building
 
     def _norm(self, owner: Any, name: str | None, one_plus: bool) -> int:
-        return 0 if name is None else self._weights.address(owner.get_submodule(name).weight, 1.0 if one_plus else 0.0)
+        if name is None:
+            return 0
+        norm = owner.get_submodule(name)
+        if not isinstance(weight := getattr(norm, "weight", None), Tensor) or not _is_rms_norm(norm, weight, one_plus):
+            raise NotUsual(f"{name} is not an RMSNorm")
+        return self._weights.address(weight, 1.0 if one_plus else 0.0)
 
     def _make_rotations(self, config: Any) -> list[tuple[str | None, _Rotations]]:
-        rotary = self._base.rotary_emb
+        rotary = _unwrapped(self._base.rotary_emb)
         kinds: Any = getattr(rotary, "rope_type", "default")  # of all layers, or of each kind of layer
         by_layer = isinstance(kinds, dict)
         for kind in kinds.values() if by_layer else (kinds,):
@@ -200,41 +204,28 @@ class Engine:
 
     # Whether it still applies
 
-    def _find_watched(self, layers: list[Any], names: LayerNames) -> list[tuple[dict[str, Any], str]]:
-        """Where the modules hang whose weights native code has copies or addresses of."""
-        head, embed = self._model.get_output_embeddings(), self._embed
-        places = [(self._base, "norm")]
-        places += [(layer, name) for layer in layers for name in names.norms if name is not None]
-        if names.head_norms is not None:
-            places += [(block, name) for block, _ in self._blocks for name in ("q_norm", "k_norm")]
-        for path, module in self._model.named_modules():
-            if module is head or module is embed:
-                owner, _, name = path.rpartition(".")
-                places.append((self._model.get_submodule(owner), name))
-        return [(owner._modules, name) for owner, name in places]
+    def _watch(self, layers: list[Any], names: LayerNames) -> Watch:
+        attributes_of = [self._model.config, self._base.rotary_emb, self._base.norm]
+        objects: list[tuple[Any, str]] = [(self._model.config, "_attn_implementation_internal")]
+        for layer, (attention, mlp) in zip(layers, self._blocks, strict=True):
+            attributes_of += [layer.get_submodule(name) for name in names.norms if name is not None]
+            attributes_of += [attention.modules_of_tiers[0]]
+            if names.head_norms is not None:
+                attributes_of += [attention.get_submodule(name) for name in ("q_norm", "k_norm")]
+            objects += [(attention, "shards"), *((mlp, name) for name in ("shards", "rule", "predictor", "activation"))]
+        return Watch(self._model, attributes_of, objects)
 
-    def _current_state(self) -> tuple[list[Any], list[int]]:
-        """What native code was built from, and how often its weights have been changed in place."""
-        objects: list[Any] = []
-        versions: list[int] = []
-        for modules, name in self._watched:
-            module = modules[name]
-            weight = module._parameters.get("weight")
-            objects += (module, weight)
-            if weight is not None and not weight.is_inference():
-                versions.append(weight._version)
-        for attention, mlp in self._blocks:
-            objects += (attention.shards, mlp.shards, mlp.rule, mlp.predictor, mlp.activation)
-        return objects, versions
-
-    def fits(self) -> bool:
-        """Whether the model still is what this was built from."""
-        (objects, versions), (built_from, their_versions) = self._current_state(), self._state
-        return versions == their_versions and all(map(operator.is_, objects, built_from))
+    def fits(self, thoroughly: bool = True) -> bool:
+        """Whether the model still is what this was built from. Not `thoroughly`: changes that PyTorch does not count,
+        such as those through `.data`, are not looked for.
+        """
+        return self._watched.same() if thoroughly else self._watched.same_objects()
 
     def observed(self) -> bool:
         """Whether a calibration or a hook wants to see what modules compute."""
-        if any(mlp.observer for _, mlp in self._blocks) or torch_module._global_forward_hooks:
+        if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+            return True
+        if any(mlp.observer for _, mlp in self._blocks):
             return True
         if not any(self._hooks) and len(self._hooks_of_base) == 1:  # ours
             return False
@@ -261,7 +252,8 @@ class Engine:
             self._rotation_array[2 * i], self._rotation_array[2 * i + 1] = rotations.addresses(position)
         states = self._embed(token).to(torch.float32).contiguous()
         headless = self._vocabulary is None
-        out = torch.empty(1, states.shape[-1] if self._vocabulary is None else self._vocabulary)
+        width = states.shape[-1] if self._vocabulary is None else self._vocabulary
+        out = torch.empty(1, width, dtype=torch.float32, device="cpu")  # whatever torch's defaults are
         self._decoder.run(
             0,
             len(self._blocks),
@@ -293,6 +285,34 @@ def _observes(hook: Callable[..., Any]) -> bool:
     return module != "transformers.utils.output_capturing" and not getattr(hook, "of_hf_sparse", False)
 
 
+def _unwrapped(module: Any) -> Any:
+    """`module`. Raises NotUsual where it is not as transformers or this package made it."""
+    if "forward" in vars(module) or not type(module).__module__.startswith(("transformers.models.", "hf_sparse.")):
+        raise NotUsual(f"{type(module).__name__} was wrapped or replaced")
+    return module
+
+
+def _blocks_of(layer: Any, number: int, names: LayerNames) -> tuple[HybridAttention, HybridMLP]:
+    """Raises NotUsual for a layer with other parts than the family's."""
+    parts = _unwrapped(layer)._modules
+    attention = next((part for part in parts.values() if isinstance(part, HybridAttention)), None)
+    mlp = next((part for part in parts.values() if isinstance(part, HybridMLP)), None)
+    rest = {name for name, part in parts.items() if part not in (attention, mlp) and not isinstance(part, nn.Dropout)}
+    if attention is None or mlp is None or rest != set(filter(None, names.norms)):
+        raise NotUsual(f"layer {number} consists of {', '.join(parts)}")
+    if _unwrapped(attention).modules_of_tiers[0].layer_idx != number or _unwrapped(mlp).id.layer != number:
+        raise NotUsual(f"layer {number} is another one's place in the cache")
+    return attention, mlp
+
+
+def _is_rms_norm(norm: Any, weight: Tensor, one_plus: bool) -> bool:
+    """Whether it computes one, be it called what it may."""
+    x = torch.linspace(-2, 3, weight.shape[0], dtype=torch.float32, device=weight.device)[None]
+    with torch.no_grad():
+        expected = x * torch.rsqrt(x.square().mean() + _epsilon(norm)) * (weight.float() + (1.0 if one_plus else 0.0))
+        return torch.allclose(norm(x).float(), expected, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
 def _only_shard(block: HybridBlock) -> Shard:
     if len(block.shards) != 1 or block.shards[0].tier.device.type != "cpu":
         raise NotUsual(f"block {block.id} is not on the CPU as a whole")
@@ -300,7 +320,10 @@ def _only_shard(block: HybridBlock) -> Shard:
 
 
 def _epsilon(norm: Any) -> float:
-    return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
+    epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    if not isinstance(epsilon, float):
+        raise NotUsual(f"{type(norm).__name__} has no epsilon")
+    return epsilon
 
 
 def _window(config: Any, layer: int) -> int:

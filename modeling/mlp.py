@@ -66,7 +66,7 @@ class HybridMLP(HybridBlock):
     def reset_counters(self) -> None:
         """Starts `active_fraction` anew."""
         if not hasattr(self, "counters"):
-            self.counters = torch.zeros(2, dtype=torch.int64)  # computed, offered; native code adds to it
+            self.counters = torch.zeros(2, dtype=torch.int64, device="cpu")  # computed, offered; native code adds to it
         self.counters.zero_()
 
     @property
@@ -153,7 +153,7 @@ class HybridMLP(HybridBlock):
                 local = _union(kept)
                 index = local if index is None else index[local]
                 gate, kept = gate[:, local], kept[:, local]
-            self.counters += torch.tensor([int(kept.sum()), len(x) * len(shard.neurons)])
+            self.counters += torch.tensor([int(kept.sum()), len(x) * len(shard.neurons)], device="cpu")
         hidden = gate if names.gate is None and not names.fused else gate * self._up(shard, x, index)
         if rule is not None:
             hidden = torch.where(kept, hidden, 0.0)

@@ -4,7 +4,6 @@ Engine makes it part of a decoder layer.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -94,8 +93,8 @@ class NativeWeights:
 def activation_code(activation: nn.Module) -> int | None:
     """Its number in native code; None where it is none of those."""
     # far values too: some are clipped where others of the same shape are not (ReLU6)
-    far = torch.tensor([8.0, 12.0, 30.0, 100.0, 1000.0])
-    probe = torch.cat((torch.linspace(-6, 6, 97), far, -far))
+    far = torch.tensor([8.0, 12.0, 30.0, 100.0, 1000.0], dtype=torch.float32, device="cpu")
+    probe = torch.cat((torch.linspace(-6, 6, 97, dtype=torch.float32, device="cpu"), far, -far))
     with torch.no_grad():
         values = activation(probe.clone())
     codes = (
@@ -142,7 +141,7 @@ class _Decoder:
     def __init__(self, level: int, hidden: int) -> None:
         self._decoder = native.kernels().Decoder(level, hidden)
         self._count = 0
-        self._lock = threading.Lock()  # `add` may move what a `run` in another thread reads
+        self._lock = native.Lock()  # `add` may move what a `run` in another thread reads
 
     def add(self, layer: Any) -> int:
         with self._lock:

@@ -21,6 +21,7 @@ from transformers.cache_utils import (
 
 PAGE_TOKENS = 256
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float16: 3}  # what native code calls a page's dtype
+NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.int8)  # of pages that native code attends to
 
 _versions = itertools.count()
 
@@ -384,7 +385,10 @@ class PagedCacheLayer(CacheLayerMixin):
                         "reads contiguous ones on the CPU"
                     )
             addresses = [[tensor.data_ptr() for tensor in column] or [0] * len(keys.pages) for column in columns]
-            self._table = version, torch.tensor(addresses, dtype=torch.int64).view(4, len(keys.pages)).T.contiguous()
+            self._table = (
+                version,
+                torch.tensor(addresses, dtype=torch.int64, device="cpu").view(4, len(keys.pages)).T.contiguous(),
+            )
         return self._table[1]
 
     @classmethod
@@ -475,7 +479,7 @@ class PageTables:
                 return False
             known = self._known[i]
             if known is None or known[0] != keys.version or known[1] != values.version or known[2] <= tokens:
-                if keys.sizes != sizes[i] or values.sizes != sizes[i] or keys.dtype == torch.float16:
+                if keys.sizes != sizes[i] or values.sizes != sizes[i] or keys.dtype not in NATIVE_DTYPES:
                     return False
                 layer.reserve(1)
                 table = self._kept[i] = layer.table()

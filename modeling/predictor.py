@@ -15,24 +15,24 @@ from hf_sparse.quantization import NeuronMatrix, active_neurons, gathered_row_pr
 
 
 class Predictor:
-    """Weights are kept in 8 bits. `fc1`: [r, d_model], `fc2`: [neurons, r], `bias`: [neurons]; a score above zero means
-    active.
+    """`fc1`: [r, d_model], `fc2`: [neurons, r], `bias`: [neurons]; a score above zero means active. `weight_dtype` is
+    what the two matrices are kept in.
     """
 
-    def __init__(self, fc1: Tensor, fc2: Tensor, bias: Tensor) -> None:
+    def __init__(self, fc1: Tensor, fc2: Tensor, bias: Tensor, weight_dtype: str = "int8") -> None:
         if not (fc1.dim() == fc2.dim() == 2 and fc2.shape[1] == fc1.shape[0] and bias.shape == (fc2.shape[0],)):
             raise ValueError(
                 f"predictor: expected fc1 [r, d_model], fc2 [neurons, r], bias [neurons], got {list(fc1.shape)}, "
                 f"{list(fc2.shape)}, {list(bias.shape)}"
             )
-        self.fc1 = NeuronMatrix.quantize(fc1, "int8", 32)
-        self.fc2 = NeuronMatrix.quantize(fc2, "int8", 32)
+        self.fc1 = NeuronMatrix.quantize(fc1, weight_dtype, 32)
+        self.fc2 = NeuronMatrix.quantize(fc2, weight_dtype, 32)
         self.bias = bias.float()
 
     @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor], device: torch.device) -> Predictor:
+    def from_tensors(cls, tensors: Mapping[str, Tensor], device: torch.device, weight_dtype: str = "int8") -> Predictor:
         """From a plan's `fc1`, `fc2` and `bias`."""
-        predictor = cls(tensors["fc1"], tensors["fc2"], tensors["bias"])
+        predictor = cls(tensors["fc1"], tensors["fc2"], tensors["bias"], weight_dtype)
         predictor.fc1, predictor.fc2 = predictor.fc1.to(device), predictor.fc2.to(device)
         predictor.bias = predictor.bias.to(device)
         return predictor

@@ -8,6 +8,8 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import threading
+import weakref
 from typing import Any
 
 import torch  # before the extension: both then share the OpenMP pool that torch loads
@@ -60,12 +62,29 @@ def level() -> int | None:
     return _level_of(instruction_set())
 
 
+class Lock:
+    """A lock that is free in a forked process, whoever held it in the other."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        _locks.add(self)
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+_locks: weakref.WeakSet[Lock] = weakref.WeakSet()
 _forked = False
 
 
 def _note_fork() -> None:
     global _forked
     _forked = True
+    for lock in _locks:
+        lock._lock = threading.Lock()
 
 
 os.register_at_fork(after_in_child=_note_fork)
@@ -174,7 +193,7 @@ def active_neurons(
 ) -> Tensor:
     """int64, ascending: rows of `fc2` whose score fc2 @ relu(fc1 @ x) + bias is above zero. All contiguous float32."""
     predictor = _kernels.Predictor(fc1.handle, fc2.handle, bias.data_ptr())
-    index = torch.empty(fc2.rows, dtype=torch.int64)
+    index = torch.empty(fc2.rows, dtype=torch.int64, device="cpu")
     count = _kernels.active_neurons(
         level, predictor, x.data_ptr(), COMPUTE_CODES[compute_dtype], index.data_ptr(), threads()
     )

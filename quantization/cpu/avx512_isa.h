@@ -3,6 +3,8 @@
 
 #include <immintrin.h>
 
+#include <cstring>
+
 #include "kernels.h"
 
 namespace hf_sparse {
@@ -149,7 +151,13 @@ struct Isa {
         }
 
         // The scale of each lane, from those of the block's groups.
-        static Vec lanes(const float* scales) { return _mm512_castsi512_ps(spread<groups>(scales)); }
+        static Vec lanes(const float* scales) {
+            if constexpr (groups != 2) return _mm512_castsi512_ps(spread<groups>(scales));
+            double pair;  // a load and a permutation: the units that multiply are left alone
+            std::memcpy(&pair, scales, sizeof pair);
+            const __m512i which = _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0);
+            return _mm512_permutevar_ps(_mm512_castpd_ps(_mm512_set1_pd(pair)), which);
+        }
     };
 
     // Sums of rows in integers: 8 rows of 64 bytes at a time, each row times a factor of 16 bits. The product instruction

@@ -26,7 +26,7 @@ struct Sizes {
     int64_t activations = 0, predictor_activations = 0, sums = 0;
 
     void take(const Matrix& matrix, int64_t* activation_bytes) {
-        if (!matrix.codes) return;
+        if (!matrix.cols) return;  // there is none; one without rows has activations all the same
         const int64_t groups = groups_of(matrix.cols, matrix.group_size);
         *activation_bytes = larger(*activation_bytes, ActivationMemory::bytes_of(groups * matrix.group_size, groups));
     }

@@ -5,7 +5,6 @@
 
 #include <cstdlib>
 #include <deque>
-#include <mutex>
 #include <new>
 #include <vector>
 
@@ -169,10 +168,9 @@ class Decoder {
     void set_head(const Head& head) { head_ = head; }
 
     // Layers [first, first + count), then the head where `logits` is given. `caches`: int64 [count, 2], the address of
-    // each layer's table of pages and its code.
+    // each layer's table of pages and its code. The caller sees to it that one runs at a time.
     void run(int64_t first, int64_t count, bool whole_layers, uintptr_t input, uintptr_t output, uintptr_t logits,
              int64_t position, uintptr_t rotations, uintptr_t caches, bool rules, uintptr_t computed, int threads) {
-        const std::lock_guard<std::mutex> one_at_a_time(mutex_);
         tables_.resize(static_cast<size_t>(count));
         const int64_t* of_layers = pointer<const int64_t>(caches);
         for (int64_t i = 0; of_layers && i < count; i++) {
@@ -220,7 +218,6 @@ class Decoder {
     std::vector<const Layer*> pointers_;
     Head head_ = {};
     std::vector<CacheTable> tables_;
-    std::mutex mutex_;
     char* memory_ = nullptr;
     size_t memory_bytes_ = 0;
 };
