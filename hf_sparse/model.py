@@ -125,8 +125,7 @@ class SparseMixin(PreTrainedModel, GenerationMixin):
             cache, self.config.num_hidden_layers, self.cache_dtype
         ):
             return None
-        logits = engine.logits(token, cache, rules=skipping_mode() != "never")
-        return logits if logits is None or self.dtype == torch.float32 else logits.to(self.dtype).to(torch.float32)
+        return engine.logits(token, cache, rules=skipping_mode() != "never")
 
     def _native_step(self, *args: Any, **kwargs: Any) -> CausalLMOutputWithPast | None:
         """The output of `forward` for a decode step; None where the family's own `forward` is to compute it."""

@@ -199,7 +199,8 @@ class Engine:
         linear = self._weights.linear(matrix, head.bias)
         norm, epsilon = self._norm(self._base, "norm", names.one_plus), _epsilon(self._base.norm)
         cap = float(getattr(config, "final_logit_softcapping", None) or 0.0)
-        self._decoder.set_head(self._kernels.Head(norm, epsilon, linear, cap, native.COMPUTE_CODES[compute]))
+        rounds = self._model.dtype == torch.bfloat16
+        self._decoder.set_head(self._kernels.Head(norm, epsilon, linear, cap, rounds, native.COMPUTE_CODES[compute]))
         return matrix.rows
 
     # Whether it still applies
@@ -216,10 +217,10 @@ class Engine:
         return Watch(self._model, attributes_of, objects)
 
     def fits(self, thoroughly: bool = True) -> bool:
-        """Whether the model still is what this was built from. Not `thoroughly`: changes that PyTorch does not count,
-        such as those through `.data`, are not looked for.
+        """Whether the model still is what this was built from. Not `thoroughly`: rules, predictors, placement and what
+        PyTorch counts of changes in place are looked at, as is done for every token of a generation.
         """
-        return self._watched.same() if thoroughly else self._watched.same_objects()
+        return self._watched.same() if thoroughly else self._watched.likely_same()
 
     def observed(self) -> bool:
         """Whether a calibration or a hook wants to see what modules compute."""

@@ -73,7 +73,8 @@ class Lock:
         self._lock.acquire()
 
     def __exit__(self, *_: object) -> None:
-        self._lock.release()
+        if self._lock.locked():  # a fork within may have freed it
+            self._lock.release()
 
 
 _locks: weakref.WeakSet[Lock] = weakref.WeakSet()
@@ -83,6 +84,10 @@ _forked = False
 def _note_fork() -> None:
     global _forked
     _forked = True
+    _free_locks()
+
+
+def _free_locks() -> None:
     for lock in _locks:
         lock._lock = threading.Lock()
 

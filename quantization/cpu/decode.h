@@ -426,6 +426,8 @@ struct Worker {
         if (head.softcap > 0) {
             for (int64_t i = first; i < last; i++) step.logits[i] = capped(step.logits[i], head.softcap);
         }
+        if (!head.rounds) return;
+        for (int64_t i = first; i < last; i++) step.logits[i] = round_to_bf16(step.logits[i]);
     }
     void output(int block, const float* bias) const {
         if (thread == 0) merge(block, bias, step.output);

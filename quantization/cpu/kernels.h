@@ -91,6 +91,7 @@ struct Head {
     float epsilon;
     Linear linear;
     float softcap;
+    bool rounds;  // logits to bfloat16
     Compute compute;
 };
 

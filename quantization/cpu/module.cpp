@@ -302,8 +302,9 @@ NB_MODULE(_kernels, module) {
         .def_rw("attention", &Layer::attention)
         .def_rw("mlp", &Layer::mlp);
     nb::class_<Head>(module, "Head")
-        .def("__init__", [](Head* self, uintptr_t norm, float epsilon, const Linear& linear, float softcap, int compute) {
-            new (self) Head{pointer<const float>(norm), epsilon, linear, softcap, static_cast<Compute>(compute)};
+        .def("__init__", [](Head* self, uintptr_t norm, float epsilon, const Linear& linear, float softcap, bool rounds,
+                            int compute) {
+            new (self) Head{pointer<const float>(norm), epsilon, linear, softcap, rounds, static_cast<Compute>(compute)};
         });
     nb::class_<Decoder>(module, "Decoder")
         .def(nb::init<int, int64_t>())

@@ -196,7 +196,9 @@ def decode(case: Case) -> str:
     if part == "layers and head":
         head, final = Linear(case, case.size(400), hidden, case.format()), case.place(1 + case.normal(hidden))
         cap = rng.choice((0.0, 5.0))
-        decoder.set_head(case.kernels.Head(final.data_ptr(), 0.01, head.handle, cap, COMPUTES.index(case.compute)))
+        decoder.set_head(
+            case.kernels.Head(final.data_ptr(), 0.01, head.handle, cap, False, COMPUTES.index(case.compute))
+        )
 
     x, rules, threads = case.place(case.normal(hidden)), rng.random() < 0.8, rng.choice((1, 2, 3, 4, 7))
     rotations = []
