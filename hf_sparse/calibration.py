@@ -299,10 +299,14 @@ def _progress(model: SparseMixin, tokens: int) -> Iterator[Any]:
     """A bar that counts the tokens that pass through the model: those of the text, then about four times as many to
     measure on.
     """
-    with transformers_logging.tqdm(total=5 * tokens, unit="token", leave=False) as bar:
+    left = total = 5 * tokens
+    with transformers_logging.tqdm(total=total, unit="token", leave=False) as bar:
 
         def count(module: nn.Module, args: Any, output: Any) -> None:
-            bar.update(min(output[0].shape[:2].numel(), bar.total - bar.n))
+            nonlocal left  # a bar that is switched off counts nothing
+            step = min(output[0].shape[:2].numel(), left)
+            left -= step
+            bar.update(step)
 
         handle = model.base_model.register_forward_hook(count)
         try:

@@ -267,6 +267,8 @@ def demo(
 def _source(model: str, gguf_file: str | None) -> dict[str, Any]:
     """The arguments by which transformers finds `model`."""
     if not (model.endswith(".gguf") and Path(model).is_file()):
+        if model.endswith(".gguf") and gguf_file is None:
+            raise FileNotFoundError(f"MODEL: there is no file {model}")
         return {"pretrained_model_name_or_path": model, "gguf_file": gguf_file}
     if gguf_file is not None:
         raise ValueError(f"gguf_file: got {gguf_file!r}, but MODEL is a GGUF file already: {model}")

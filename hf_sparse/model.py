@@ -213,7 +213,8 @@ class SparseMixin(PreTrainedModel, GenerationMixin):
 
     def dequantized_state_dict(self) -> dict[str, Tensor]:
         """The state dict that the family's plain transformers class needs to compute with the weights this model
-        has.
+        has. A packed head has weights of its own: where the embeddings are tied, the plain class needs
+        `tie_word_embeddings=False`.
         """
         state = {
             name: tensor

@@ -395,6 +395,10 @@ def parse_arguments() -> argparse.Namespace:
         or not (arguments.prompt or arguments.tokens)
     ):
         parser.error("--prompt, --tokens: expected a prompt, or at least 2 new tokens, or both")
+    if arguments.llama_bench and not arguments.llama_bench.is_file():
+        parser.error(f"--llama-bench: there is no file {arguments.llama_bench}")
+    if "llama.cpp" in (arguments.systems or ()) and not arguments.llama_bench:
+        parser.error("--systems llama.cpp: give its program by --llama-bench")
     arguments.systems = arguments.systems or ["hf_sparse", "transformers", "llama.cpp"]
     return arguments
 

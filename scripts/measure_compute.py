@@ -72,7 +72,7 @@ def read_one_by_one(model: Any, ids: Tensor) -> Reading:
     """`ids` int64 [tokens], one at a time, with those before it in the cache; the first is a prompt."""
     cache, logits = DynamicCache(config=model.config), []
     for token in ids:
-        out = model(input_ids=token.view(1, 1), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        out = model(input_ids=token.view(1, 1), cache=cache, use_cache=True, logits_to_keep=1)
         logits.append(out.logits[0, -1].float())
     rows = torch.stack(logits)
     return Reading(rows.argmax(dim=1), cross_entropy(rows[:-1], ids[1:], reduction="none"))

@@ -4,6 +4,7 @@ from pydoc_data.topics import topics
 
 import pytest
 import torch
+from transformers.utils import logging as transformers_logging
 
 from hf_sparse import SparseAutoModelForCausalLM
 from hf_sparse.evaluation import perplexity
@@ -173,3 +174,13 @@ def test_perplexity_equals_transformers_own_loss(llama):
     with skipping("never"):
         losses = [model(row[None], labels=row[None]).loss.item() for row in rows]
     assert perplexity(model, rows, "never") == pytest.approx(math.exp(sum(losses) / 3), rel=1e-5)
+
+
+def test_bars_may_be_switched_off(tmp_path):
+    save_checkpoint("llama", tmp_path)
+    transformers_logging.disable_progress_bar()
+    try:
+        model = load(tmp_path, calibration_tokens=64)
+    finally:
+        transformers_logging.enable_progress_bar()
+    assert model.plan.calibration_report["tokens"] > 0
