@@ -83,7 +83,7 @@ def test_ci_runs_the_test_command_of_the_readme() -> None:
 
 
 def test_quickstart_is_the_code_of_the_readme() -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    code = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
     script = (ROOT / "scripts" / "quickstart.py").read_text()
     assert [line for line in code.splitlines() if "import" in line and line not in script] == []
     assert all(call in script for call in re.findall(r"\w+\.\w+\(", code))
