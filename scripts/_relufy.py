@@ -156,7 +156,9 @@ def generated(teacher: PreTrainedModel, tokenizer: Any, texts: Tensor, rows: int
 
 
 def keep_memory() -> None:
-    """Has glibc keep what is freed for the next step: zeroed pages anew for each tensor are a fifth of the time."""
+    """Has glibc keep what a training step frees for the next, which else gets zeroed pages anew for each large tensor.
+    Not for generating: growing caches take twice as long so.
+    """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL("libc.so.6")
         for parameter, value in ((-4, 0), (-1, 2**31 - 1), (-2, 1 << 28)):  # M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD

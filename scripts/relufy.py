@@ -395,7 +395,6 @@ def claim(options: argparse.Namespace) -> None:
 def main() -> None:
     options = parse()
     began = time.perf_counter()
-    keep_memory()
     if options.threads:
         torch.set_num_threads(options.threads)
     try:
@@ -403,6 +402,7 @@ def main() -> None:
         teacher, tokenizer = load(options.model, options.gguf_file)
         student = convert(teacher, options.activation)
         texts = read_texts(teacher, tokenizer, options)
+        keep_memory()
         training = Training(teacher, student, texts, options)
         training.resume()
         training.began = began
