@@ -53,7 +53,7 @@ def perplexity(model: PreTrainedModel, rows: Tensor, mode: Skipping) -> float:
             for row, targets in zip(logits, batch[:, 1:], strict=True):
                 total += float(torch.nn.functional.cross_entropy(row.float(), targets, reduction="sum"))
                 count += targets.numel()
-    return math.exp(min(total / count, 700.0)) if not math.isnan(total) else math.nan
+    return _exp(total / count)
 
 
 def bytes_per_token(model: PreTrainedModel, rules: bool = True) -> int:

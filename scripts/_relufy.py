@@ -27,6 +27,8 @@ from torch.nn import functional as F
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from hf_sparse.evaluation import perplexity
+
 MODEL_TYPES = ("llama", "smollm3")  # gated MLPs that may have biases (mlp_bias); what a block makes is added as it is
 SMOOTH = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu")
 OPENING = 8  # tokens that a generated row begins with
@@ -343,14 +345,10 @@ def measure(model: PreTrainedModel, rows: Tensor) -> tuple[float, list[float]]:
         mlp.act_fn.register_forward_hook(lambda module, args, out, kept=kept: kept.append((out == 0).float().mean(-1)))
         for mlp, kept in zip(blocks, shares, strict=True)
     ]
-    training, total = model.training, 0.0
+    training = model.training
     model.eval()
-    for batch in rows.split(8):
-        logits = model(batch, use_cache=False).logits[:, :-1].float()
-        total += float(F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum"))
+    found = perplexity(model, rows, "never")
     model.train(training)
     for handle in handles:
         handle.remove()
-    count = rows.shape[0] * (rows.shape[1] - 1)
-    by_layer = [float(torch.cat([part.flatten() for part in kept]).mean()) for kept in shares]
-    return math.exp(min(total / count, 700.0)) if math.isfinite(total) else math.nan, by_layer
+    return found, [float(torch.cat([part.flatten() for part in kept]).mean()) for kept in shares]

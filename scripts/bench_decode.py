@@ -374,7 +374,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--active", type=share, default=0.1, help="of the MLP neurons of the relu cases (default 0.1)")
     parser.add_argument("--rank", type=at_least_one, default=256, help="of their predictors (default 256)")
     parser.add_argument(
-        "--predictor-dtype", choices=WEIGHT_DTYPES, default="nf4", help="of their predictors (default nf4)"
+        "--predictor-dtype", choices=WEIGHT_DTYPES, default="int8", help="of their predictors (default: the library's)"
     )
     parser.add_argument(
         "--shrink", type=int, choices=(1, 2, 4, 8), default=1, help="divides the widths, to try this out"
