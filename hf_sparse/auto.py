@@ -21,7 +21,7 @@ from .config import CACHE_DTYPES, SparseConfig, WeightOnlyQuantConfig
 from .gguf_header import read_gguf_header
 from .hardware import find_tiers
 from .log import logger, show_progress_messages
-from .model import PLAN_FOLDER, SparseMixin, as_sparse, block_neurons, model_fingerprint
+from .model import PLAN_FOLDER, SparseMixin, as_sparse, attended_widths, block_neurons, model_fingerprint
 from .placement import PlacementBlock, solve_placement
 from .plan import BlockProfile, PlacementPlan, PlanError, PlanKey
 from .plan_store import load_placement, placement_key, plan_directory, plan_lock, save_or_warn, save_placement
@@ -39,7 +39,13 @@ HUB_ARGUMENTS = (
 )
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 ALWAYS_SO = ("low_cpu_mem_usage", "weights_only")
-CALIBRATION_ARGUMENTS = ("max_perplexity_increase", "calibration_texts", "calibration_tokens", "calibration_seed")
+CALIBRATION_ARGUMENTS = (
+    "max_perplexity_increase",
+    "target_sparsity",
+    "calibration_texts",
+    "calibration_tokens",
+    "calibration_seed",
+)
 
 
 class SparseAutoModelForCausalLM:
@@ -153,7 +159,7 @@ class SparseAutoModelForCausalLM:
                 found = _find_plan(directory, sparse, key)
                 if found is None:
                     tokenizer = _tokenizer(name, gguf_file, trust_remote_code, hub, checkpoint.directory)
-                    found = calibrate(sparse, tokenizer, options, key)
+                    found = calibrate(sparse, tokenizer, options, key, directory)
                     sparse.plan_directory = directory if save_or_warn(found, directory) else None
         _place(sparse, found, options, directory)
         return (sparse, info) if output_loading_info else sparse
@@ -293,6 +299,7 @@ def _find_plan(source: Path, model: SparseMixin, key: PlanKey, settings_matter: 
         plan.check_model(
             model_type=model.config.model_type,
             neurons=block_neurons(model),
+            attended=attended_widths(model),
             hidden_size=model.config.hidden_size,
             key=key if settings_matter else replace(key, calibration=plan.key.calibration),
         )

@@ -1,141 +1,221 @@
 """Calibration: texts in; activation profile, skip rules and predictors out.
 
-Half of the tokens train (thresholds, profile, predictors), the other half is held out and decides what may be skipped:
-rules stay only within `max_perplexity_increase` of the same quantized weights computed densely.
+Half of the tokens train (profile, thresholds, predictors), the other half is held out and decides how much may be
+skipped: perplexity stays within `max_perplexity_increase` of the same quantized weights computed densely.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.utils import logging as transformers_logging
 
-from hf_sparse.modeling import BlockId, HybridAttention, HybridMLP, SkipRule, has_exact_zeros, hybrid_blocks, skipping
+from hf_sparse.modeling import BlockId, HybridBlock, HybridMLP, SkipRule, has_exact_zeros, hybrid_blocks
 
 from . import __version__
+from .activation_profile import ActivationProfile, row_bytes, thresholds
 from .config import SparseConfig
-from .evaluation import batches, perplexity, vocabulary_size
-from .log import logger
+from .evaluation import perplexity, vocabulary_size
+from .log import logger, warn_once
 from .model import SparseMixin
 from .plan import BlockProfile, PlacementPlan, PlanKey
 from .predictor_training import train_predictors
 from .texts import read_texts, token_stream
 
 ROW_TOKENS = 256
-# Shares of neurons that a magnitude threshold leaves out, from none upwards: what the search chooses from, for all
-# layers alike.
-SKIPPED_SHARES = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
-SAMPLES_PER_LAYER = 1 << 16
+TEXT_ASIDE, PROFILE_ASIDE = "calibration_text.safetensors", "calibration_profile.safetensors"
 
 
-def calibrate(model: SparseMixin, tokenizer: Any, options: SparseConfig, key: PlanKey) -> PlacementPlan:
+def calibrate(
+    model: SparseMixin, tokenizer: Any, options: SparseConfig, key: PlanKey, directory: Path | None = None
+) -> PlacementPlan:
     """Measures `model`, whose blocks lie whole on the CPU, and returns its plan; leaves its rules and predictors off.
+    What it measures is kept in `directory` meanwhile, so that a killed calibration goes on there.
 
     Raises ValueError where the texts are too short, or where the model computes NaN.
     """
     began = time.perf_counter()
     logger.info(
-        "Calibrating on %d tokens, which pass through the model about five times: this can take minutes, and is "
+        "Calibrating on %d tokens, which pass through the model about six times: this can take minutes, and is "
         "done once for this checkpoint and these settings.",
         options.calibration_tokens,
     )
     mlps = {block.id: block for block in hybrid_blocks(model) if isinstance(block, HybridMLP)}
     with torch.no_grad(), _progress(model, options.calibration_tokens) as progress:
         progress.set_description("Calibrating (text)")
-        rows = calibration_rows(model, tokenizer, options)
+        rows, generated = calibration_rows(model, tokenizer, options, directory)
         training, held_out = rows[0::2], rows[1::2]
         progress.set_description("Calibrating (profile)")
-        profile = Profile(model)
-        profile.measure(training)
+        profile = ActivationProfile(model)
+        profile.measure(training, generated[0::2], None if directory is None else directory / PROFILE_ASIDE)
         dense = perplexity(model, held_out, "never")
-        if not math.isfinite(dense):
-            raise ValueError(
-                f"the model's perplexity on its calibration text is {dense}: its weights or activations are broken"
-            )
+        _check_dense(dense, vocabulary_size(model))
         progress.set_description("Calibrating (rules)")
-        rules = {id: SkipRule("exact") if has_exact_zeros(block) else SkipRule() for id, block in mlps.items()}
+        rules = {id: SkipRule("exact") for id, block in mlps.items() if has_exact_zeros(block)}
         predictors: dict[BlockId, dict[str, Tensor]] = {}
         limit = dense * (1 + options.max_perplexity_increase)
-        if options.max_perplexity_increase > 0:
-            smooth = [id for id in mlps if rules[id].kind == "none"]
-            if smooth:
-                rules.update(_search_thresholds(model, mlps, profile, smooth, held_out, limit))
-            if len(smooth) < len(mlps):
+        search = Search(model, profile, rules, held_out)
+        if options.target_sparsity is not None:
+            wanted = options.target_sparsity
+            rules = search.rules(search.find(lambda perplexity, unread: unread <= wanted))
+        elif options.max_perplexity_increase > 0:
+            if len(rules) < len(mlps):
+                rules = search.rules(search.find(lambda perplexity, unread: perplexity <= limit))
+            if exact := {id: mlps[id] for id in rules if rules[id].kind == "exact"}:
                 progress.set_description("Calibrating (predictors)")
-                exact = {id: block for id, block in mlps.items() if rules[id].kind == "exact"}
+                _set_rules(model, rules)
                 predictors, predicted = train_predictors(
                     model, exact, training, held_out, limit, options.calibration_seed
                 )
                 rules.update(predicted)
-        _set_rules(mlps, rules)
+        rules |= {id: SkipRule() for id in mlps if id not in rules}
+        _set_rules(model, rules)
+        model.reset_active_fraction()
         sparse = perplexity(model, held_out, "always") if any(r.kind != "none" for r in rules.values()) else dense
-        profile.measure_rules(training)
-        _set_rules(mlps, {})
-    seconds = time.perf_counter() - began
-    report = {
-        "tokens": rows.numel(),
-        "held_out_tokens": held_out.numel(),
-        "seconds": round(seconds, 2),
-        "dense_perplexity": dense,
-        "sparse_perplexity": sparse,
-        "max_perplexity_increase": options.max_perplexity_increase,
-    }
+        report = {
+            "tokens": rows.numel(),
+            "held_out_tokens": held_out.numel(),
+            "seconds": round(time.perf_counter() - began, 2),
+            "dense_perplexity": dense,
+            "sparse_perplexity": sparse,
+            "max_perplexity_increase": None if options.target_sparsity else options.max_perplexity_increase,
+            "target_sparsity": options.target_sparsity,
+            "bytes_read_share": model.read_share() or 1.0,
+            "quantiles": _quantiles(profile),
+        }
+        blocks = {
+            block.id: BlockProfile(profile.impact(block), _active(block, profile)) for block in hybrid_blocks(model)
+        }
+        _set_rules(model, {})
+    if directory is not None:
+        (directory / TEXT_ASIDE).unlink(missing_ok=True)
     logger.info(
-        "Calibrated in %.0f s: perplexity on the calibration text %.2f dense, %.2f with the rules.",
-        seconds,
+        "Calibrated in %.0f s: perplexity on the calibration text %.2f dense, %.2f with the rules (%+.2f%%), which "
+        "leave %.0f%% of the weights of the blocks unread.",
+        report["seconds"],
         dense,
         sparse,
+        100 * (sparse / dense - 1),
+        100 * (1 - report["bytes_read_share"]),
     )
     return PlacementPlan(
         key=key,
         model_type=model.config.model_type,
-        blocks=profile.blocks(),
-        rules={id: rule.to_dict() for id, rule in rules.items()},
+        blocks=blocks,
+        rules=rules,
         predictors=predictors,
         calibration_report=report,
         library_version=__version__,
     )
 
 
+def _check_dense(perplexity: float, vocabulary: int) -> None:
+    """Raises ValueError for one that is not finite; warns of a model that knows nothing of its text."""
+    if not math.isfinite(perplexity):
+        raise ValueError(
+            f"the model's perplexity on its calibration text is {perplexity}: its weights or activations are broken"
+        )
+    if perplexity > vocabulary:
+        logger.warning(
+            "The dense model's perplexity on the calibration text is %.4g, worse than guessing among its %d tokens: "
+            "model or tokenizer are broken, or the text is nothing that the model knows. Its rules are worth as little.",
+            perplexity,
+            vocabulary,
+        )
+
+
+def _active(block: HybridBlock, profile: ActivationProfile) -> Tensor:
+    """float32 [neurons]: how often each is computed, under the rule that the block has now."""
+    if not isinstance(block, HybridMLP) or block.rule.kind == "none":
+        return torch.ones(block.neurons)
+    if block.rule.kind in ("exact", "predicted"):
+        return profile.at(block.id, "gate").active
+    # of the share that was computed on held-out text, the more to those that reach their thresholds easily
+    return torch.full((block.neurons,), block.kept("gate"))
+
+
+def _quantiles(profile: ActivationProfile) -> dict[str, list[float]]:
+    return {
+        f"{block.id}.{place}": [float(f"{q:.4g}") for q in profile.at(block.id, place).quantiles]
+        for block, place in profile.places()
+    }
+
+
 # Texts
 
 
-def calibration_rows(model: SparseMixin, tokenizer: Any, options: SparseConfig) -> Tensor:
-    """Token ids int64 [rows, tokens]: the user's texts, or the shipped prompts completed by the model itself. At least
-    two rows.
+def calibration_rows(
+    model: SparseMixin, tokenizer: Any, options: SparseConfig, directory: Path | None
+) -> tuple[Tensor, Tensor]:
+    """Token ids int64 [rows, tokens], at least two rows: the user's texts, or the shipped prompts completed by the
+    model itself; and which of them a model wrote, bool. The latter are kept in `directory`, for a calibration that is
+    killed.
     """
     positions = getattr(model.config, "max_position_embeddings", None) or ROW_TOKENS
     length = max(2, min(ROW_TOKENS, positions, options.calibration_tokens // 2))
     name, source = "calibration_texts", options.calibration_texts
     if source is None:
-        stream = _self_generated(model, tokenizer, options, length)
+        stream, generated = _kept_aside(directory, options, lambda: _self_generated(model, tokenizer, options, length))
     else:
         texts = read_texts(source, name=name, tokens=options.calibration_tokens)
         stream = token_stream(texts, tokenizer, vocabulary=vocabulary_size(model), name=name)
+        generated = torch.zeros_like(stream, dtype=torch.bool)
     stream = stream[: max(options.calibration_tokens, 2 * length)]
     if len(stream) < 2 * length:
         length = len(stream) // 2
     if length < 2:
         raise ValueError(f"calibration_texts: expected at least 4 tokens of text, got {len(stream)}")
-    return stream[: len(stream) // length * length].view(-1, length)
+    whole = len(stream) // length * length
+    return stream[:whole].view(-1, length), generated[:whole].view(-1, length)
 
 
-def _self_generated(model: SparseMixin, tokenizer: Any, options: SparseConfig, length: int) -> Tensor:
-    """One stream of tokens: prompts and what the model makes of them, sampled at temperature 0.7 from a fixed seed."""
+def _kept_aside(directory: Path | None, options: SparseConfig, make: Callable[[], Any]) -> tuple[Tensor, Tensor]:
+    """What `make` gives, or gave to a calibration of these settings that was killed."""
+    settings = json.dumps(options.calibration_settings(), sort_keys=True)
+    file = None if directory is None else directory / TEXT_ASIDE
+    if file is not None and file.exists():
+        try:
+            with safe_open(file, "pt") as kept:
+                if (kept.metadata() or {}).get("settings") == settings:
+                    return kept.get_tensor("stream"), kept.get_tensor("generated")
+        except (OSError, SafetensorError) as error:
+            logger.warning("The text of an earlier calibration in %s cannot be read: %s", file, error)
+    stream, generated = make()
+    if file is not None:
+        written = file.with_name(f"{file.name}.{os.getpid()}.tmp")
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            save_file({"stream": stream, "generated": generated}, written, metadata={"settings": settings})
+            written.replace(file)
+        except OSError as error:
+            warn_once(f"calibration cannot be kept in {file.parent} ({error}): after a kill it begins anew")
+    return stream, generated
+
+
+def _self_generated(model: SparseMixin, tokenizer: Any, options: SparseConfig, length: int) -> tuple[Tensor, Tensor]:
+    """One stream of tokens: prompts and what the model makes of them, sampled at temperature 0.7 from a fixed seed; and
+    which the model made.
+    """
     prompts = _prompts(model, tokenizer, options.calibration_seed)
     count = max(1, min(len(prompts), options.calibration_tokens // length))
     prompts = prompts[:count]
     start = min(length // 2, min(map(len, prompts)))
     ids = torch.tensor([prompt[-start:] for prompt in prompts])
-    Profile(model).measure(ids)  # a model that computes NaN is named by layer here, before sampling stumbles over it
+    ActivationProfile(model).measure(
+        ids[:2], torch.zeros_like(ids[:2], dtype=torch.bool)
+    )  # a model that computes NaN is named by layer here, before sampling stumbles over it
     new_tokens = max(1, min(math.ceil(options.calibration_tokens / count), length) - start)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.calibration_seed)
@@ -150,7 +230,9 @@ def _self_generated(model: SparseMixin, tokenizer: Any, options: SparseConfig, l
             max_new_tokens=new_tokens,
             pad_token_id=0,
         )
-    return out.flatten()
+    made = torch.zeros_like(out, dtype=torch.bool)
+    made[:, start:] = True
+    return out.flatten(), made.flatten()
 
 
 def _prompts(model: SparseMixin, tokenizer: Any, seed: int) -> list[list[int]]:
@@ -169,137 +251,72 @@ def _prompts(model: SparseMixin, tokenizer: Any, seed: int) -> list[list[int]]:
     return torch.randint(vocabulary_size(model), (32, 4), generator=generator).tolist()
 
 
-# Measuring
-
-
-class Profile:
-    """What calibration measures of each block: how often a neuron is computed and how much it contributes."""
-
-    def __init__(self, model: SparseMixin) -> None:
-        self.model = model
-        self.contribution: dict[BlockId, Tensor] = {}
-        self.active: dict[BlockId, Tensor] = {}
-        self.gates: dict[BlockId, list[Tensor]] = {}
-        self.tokens = 0
-
-    def measure(self, rows: Tensor) -> None:
-        """Contribution of every neuron, dense: mean over tokens of |hidden| times the norm of its column of down, and
-        for a KV group the mean norm of what it hands to the output projection.
-        """
-        handles = []
-        for block in hybrid_blocks(self.model):
-            self.contribution[block.id] = torch.zeros(block.neurons)
-            if isinstance(block, HybridMLP):
-                self.gates[block.id] = []
-                block.observer = lambda x, gate, hidden, id=block.id: self._observe(id, gate, hidden)
-            elif isinstance(block, HybridAttention):
-                hook = lambda module, args, id=block.id: self._observe_heads(id, args[0])  # noqa: E731
-                handles.append(block.output_linear.register_forward_pre_hook(hook))
-        self._run(rows, "never")
-        for handle in handles:
-            handle.remove()
-        for block in hybrid_blocks(self.model):
-            if isinstance(block, HybridMLP):
-                self.contribution[block.id] *= _column_norms(block)
-            self.contribution[block.id] /= self.tokens
-
-    def measure_rules(self, rows: Tensor) -> None:
-        """How often each neuron is computed under the rules that the blocks have now."""
-        ruled = [b for b in hybrid_blocks(self.model) if isinstance(b, HybridMLP) and b.rule.kind != "none"]
-        self.active = {block.id: torch.ones(block.neurons) for block in hybrid_blocks(self.model)}
-        for block in ruled:
-            self.active[block.id].zero_()
-            block.observer = lambda x, gate, hidden, id=block.id: self._count(id, hidden)
-        if ruled:
-            self._run(rows, "always")
-        for block in ruled:
-            self.active[block.id] /= self.tokens
-
-    def _run(self, rows: Tensor, mode: Any) -> None:
-        self.tokens = rows.numel()
-        try:
-            with skipping(mode):
-                for batch in batches(rows, self.model):
-                    self.model.base_model(batch, use_cache=False)
-        finally:
-            for block in hybrid_blocks(self.model):
-                if isinstance(block, HybridMLP):
-                    block.observer = None
-
-    def _observe(self, id: BlockId, gate: Tensor, hidden: Tensor) -> None:
-        size = hidden.abs().sum(0)
-        if not bool(torch.isfinite(size).all()):
-            raise ValueError(f"layer {id.layer}: the MLP computes NaN or infinite activations on the calibration text")
-        self.contribution[id] += size
-        values = gate.abs().flatten()
-        step = max(1, values.numel() * 4 // SAMPLES_PER_LAYER)
-        self.gates[id].append(values[::step].clone())
-
-    def _observe_heads(self, id: BlockId, heads: Tensor) -> None:
-        groups = heads.reshape(-1, len(self.contribution[id]), heads.shape[-1] // len(self.contribution[id]))
-        self.contribution[id] += groups.float().norm(dim=-1).sum(0)
-
-    def _count(self, id: BlockId, hidden: Tensor) -> None:
-        self.active[id] += (hidden != 0).sum(0)
-
-    def threshold(self, id: BlockId, share: float) -> float:
-        """The |activated gate| that `share` of the sampled values lie below."""
-        values = torch.cat(self.gates[id])
-        return float(values.kthvalue(max(1, round(share * len(values)))).values) if share else 0.0
-
-    def blocks(self) -> dict[BlockId, BlockProfile]:
-        return {id: BlockProfile(impact, self.active[id]) for id, impact in self.contribution.items()}
-
-
-def _column_norms(block: HybridMLP) -> Tensor:
-    (shard,) = block.shards
-    matrix = shard.matrices[block.names.down]
-    norms = [matrix.narrow(i, min(256, matrix.rows - i)).dequantize().norm(dim=1) for i in range(0, matrix.rows, 256)]
-    return torch.cat(norms)
-
-
 # Rules
 
 
-def _set_rules(mlps: dict[BlockId, HybridMLP], rules: dict[BlockId, SkipRule]) -> None:
-    for id, block in mlps.items():
-        block.rule = rules.get(id, SkipRule())
-        if not rules:
+def _set_rules(model: SparseMixin, rules: dict[BlockId, SkipRule]) -> None:
+    for block in hybrid_blocks(model):
+        block.rule = rules.get(block.id, SkipRule())
+        if isinstance(block, HybridMLP) and not rules:
             block.predictor = None
 
 
-def _search_thresholds(
-    model: SparseMixin,
-    mlps: dict[BlockId, HybridMLP],
-    profile: Profile,
-    smooth: Sequence[BlockId],
-    held_out: Tensor,
-    limit: float,
-) -> dict[BlockId, SkipRule]:
-    """The largest share of neurons, the same in every layer, whose loss on held-out text stays within `limit`: a
-    bisection, since the loss grows with the share.
-    """
+class Search:
+    """Finds the level of `activation_profile.thresholds` that the budget allows; exact rules stay beside them."""
 
-    def rules(share: float) -> dict[BlockId, SkipRule]:
-        return {id: SkipRule("magnitude", profile.threshold(id, share)) if share else SkipRule() for id in smooth}
+    def __init__(
+        self, model: SparseMixin, profile: ActivationProfile, exact: dict[BlockId, SkipRule], held_out: Tensor
+    ) -> None:
+        self.model, self.profile, self.exact, self.held_out = model, profile, exact, held_out
+        self.tried: dict[float, tuple[float, float]] = {}  # level -> perplexity, share of the bytes left unread
 
-    best, too_much = 0, len(SKIPPED_SHARES)
-    while too_much - best > 1:
-        middle = (best + too_much) // 2
-        _set_rules(mlps, rules(SKIPPED_SHARES[middle]))
-        if perplexity(model, held_out, "always") <= limit:
-            best = middle
-        else:
-            too_much = middle
-    return rules(SKIPPED_SHARES[best])
+    def rules(self, level: float) -> dict[BlockId, SkipRule]:
+        if level == 0:
+            return dict(self.exact)
+        layers = {id.layer for id in self.exact}  # whose neurons are exactly zero: a predictor serves them
+        found = thresholds(self.profile, level)
+        return self.exact | {id: SkipRule("magnitude", b) for id, b in found.items() if id.layer not in layers}
+
+    def cost(self, level: float) -> tuple[float, float]:
+        """Held-out perplexity, all tokens sparsified, and the share of the blocks' bytes left unread."""
+        if level not in self.tried:
+            _set_rules(self.model, self.rules(level))
+            self.model.reset_active_fraction()
+            found = perplexity(self.model, self.held_out, "always")
+            self.tried[level] = found, 1 - (self.model.read_share() or 1.0)
+        return self.tried[level]
+
+    def find(self, fits: Callable[[float, float], bool]) -> float:
+        """The highest level at which `fits(perplexity, share unread)` holds, within 2%: both grow with it."""
+        low, high, level = 0.0, math.inf, self._start()
+        while high == math.inf or high > 1.02 * low:
+            if fits(*self.cost(level)):
+                low = level
+            else:
+                high = level
+            if low == 0 and high < 1e-3 * self._start():
+                return 0.0
+            level = low * 1.5 if high == math.inf else high / 1.5 if low == 0 else math.sqrt(low * high)
+            if level > 1e6 * self._start():
+                return low  # nothing left to leave out
+        return low
+
+    def _start(self) -> float:
+        """The level at which the mean entry of a place costs what it saves."""
+        levels = []
+        for block, place in self.profile.places():
+            if saved := row_bytes(block, place):
+                found = self.profile.at(block.id, place)
+                levels.append(float((found.mean * found.sensitivity).mean()) / math.sqrt(saved))
+        return sorted(levels)[len(levels) // 2] / 3 or 1e-6
 
 
 @contextmanager
 def _progress(model: SparseMixin, tokens: int) -> Iterator[Any]:
-    """A bar that counts the tokens that pass through the model: those of the text, then about four times as many to
+    """A bar that counts the tokens that pass through the model: those of the text, then about five times as many to
     measure on.
     """
-    left = total = 5 * tokens
+    left = total = 6 * tokens
     with transformers_logging.tqdm(total=total, unit="token", leave=False) as bar:
 
         def count(module: nn.Module, args: Any, output: Any) -> None:

@@ -178,6 +178,8 @@ class SparseConfig:
     what is free.
     `max_perplexity_increase`: what skipping may cost, as a fraction of the dense perplexity; 0 skips only what is
     exactly zero.
+    `target_sparsity`: in place of it, the share of the bytes of the blocks' weights that a token is to leave unread,
+    whatever that costs, which is said.
     `calibration_texts`: a list of texts, the path of a .txt file (one text) or of a .jsonl file ("text" of each
     line), or the name of a dataset for the `datasets` library; None for the prompts that ship with the package,
     completed by the model.
@@ -187,8 +189,9 @@ class SparseConfig:
 
     gpu_budget: int | str | Mapping[str, int | str] | None = None
     max_perplexity_increase: float = 0.01
+    target_sparsity: float | None = None
     calibration_texts: str | os.PathLike[str] | Sequence[str] | None = None
-    calibration_tokens: int = 4096
+    calibration_tokens: int = 8192
     calibration_seed: int = 0
     tiers: tuple[Tier, ...] | None = None
 
@@ -203,6 +206,9 @@ class SparseConfig:
             raise ValueError(
                 f"max_perplexity_increase: got {increase!r}, allowed are finite numbers >= 0, such as 0.01 for 1%"
             )
+        target = self.target_sparsity
+        if target is not None and not (type(target) is float and 0 < target < 1):
+            raise ValueError(f"target_sparsity: got {target!r}, allowed are None and numbers above 0 and below 1")
         for name, least in (("calibration_tokens", 1), ("calibration_seed", 0)):
             value = getattr(self, name)
             if type(value) is not int or not least <= value < 2**63:
@@ -282,6 +288,7 @@ class SparseConfig:
             "tokens": self.calibration_tokens,
             "seed": self.calibration_seed,
             "max_perplexity_increase": float(self.max_perplexity_increase),
+            "target_sparsity": self.target_sparsity,
         }
 
     def _texts_key(self) -> str:

@@ -58,19 +58,16 @@ def perplexity(model: PreTrainedModel, rows: Tensor, mode: Skipping) -> float:
 
 def bytes_per_token(model: PreTrainedModel, rules: bool = True) -> int:
     """Of weights that are read to decode one token alone: head, attention, MLPs, predictors. With `rules`, of MLPs that
-    counted any (`HybridMLP.active_fraction`) the share that was computed. Not in it: the cache, norms, the embedding of
+    counted any (`HybridBlock.counters`) the share that was kept. Not in it: the cache, norms, the embedding of
     the token, and the gates that a predictor asked for in vain.
     """
     head: Any = model.get_output_embeddings()
     total = float(head.matrix.nbytes if isinstance(head, PackedHead) else head.weight.nbytes)
     for block in hybrid_blocks(model):
-        fraction = block.active_fraction if rules and isinstance(block, HybridMLP) else None
-        share = dict.fromkeys(block.projections, 1.0 if fraction is None else fraction)
-        if fraction is not None and isinstance(block, HybridMLP):
-            total += 0 if block.predictor is None else block.predictor.nbytes
-            if block.predictor is None:  # gates are read whole: they say which neurons are active
-                share[block.names.gate or block.names.up] = (1 + fraction) / 2 if block.names.fused else 1.0
-        total += sum(share[name] * matrix.nbytes for shard in block.shards for name, matrix in shard.matrices.items())
+        if rules and isinstance(block, HybridMLP) and block.predictor is not None:
+            total += block.predictor.nbytes
+        whole = sum(matrix.nbytes for shard in block.shards for matrix in shard.matrices.values())
+        total += block.read_bytes() if rules else whole
     return round(total)
 
 
@@ -176,15 +173,15 @@ def evaluate(
     length = _window(model, window, tokens)
     text, rows = _rows(tokenizer, texts, tokens, length, vocabulary)
     mlps = {block.id.layer: block for block in hybrid_blocks(model) if isinstance(block, HybridMLP)}
-    counted = {layer: mlp.counters.clone() for layer, mlp in mlps.items()}
+    counted = [(block, block.counters.clone()) for block in hybrid_blocks(model)]
     model.reset_active_fraction()
     try:
         perplexities, differences = _compare(model, reference, rows)
         active = {layer: 1.0 if mlp.active_fraction is None else mlp.active_fraction for layer, mlp in mlps.items()}
         read = {"sparse": bytes_per_token(model), "dense": bytes_per_token(model, rules=False)}
     finally:
-        for layer, mlp in mlps.items():
-            mlp.counters.copy_(counted[layer])  # generation's counts go on from where they were
+        for block, counts in counted:
+            block.counters.copy_(counts)  # generation's counts go on from where they were
     if not perplexities["dense"] <= vocabulary:
         logger.warning(
             "The dense model's perplexity on these texts is %.4g, worse than guessing among its %d tokens: "

@@ -77,13 +77,15 @@ class SparseMixin(PreTrainedModel, GenerationMixin):
     plan_directory: Path | None  # where the plan is kept; None where it could not be written
 
     def use_plan(self, plan: PlacementPlan, device: torch.device) -> None:
-        """Gives every MLP its rule and its predictor, which lies on `device`. `plan` must have passed `check_model`."""
+        """Gives every block its rule, and MLPs their predictors, which lie on `device`. `plan` must have passed
+        `check_model`.
+        """
         for block in hybrid_blocks(self):
+            block.rule = plan.rules.get(block.id, SkipRule())
+            block.reset_counters()
             if isinstance(block, HybridMLP):
                 tensors = plan.predictors.get(block.id)
-                block.rule = SkipRule.from_dict(plan.rules[block.id])
                 block.predictor = None if tensors is None else Predictor.from_tensors(tensors, device)
-                block.reset_counters()
         self.plan = plan
         self._engine_tried = False
 
@@ -206,10 +208,21 @@ class SparseMixin(PreTrainedModel, GenerationMixin):
         counted = [b for b in hybrid_blocks(self) if isinstance(b, HybridMLP) and b.active_fraction is not None]
         return sum(b.active_fraction or 0.0 for b in counted) / len(counted) if counted else None
 
+    def read_share(self) -> float | None:
+        """Share of the bytes of the blocks' weights, predictors added to what is read, that a token to which rules
+        applied read since the last `reset_active_fraction()`; None where no rule has applied yet. Embeddings and head
+        are not in it.
+        """
+        blocks = list(hybrid_blocks(self))
+        if not any(bool(block.counters[:, 1].any()) for block in blocks):
+            return None
+        predictors = sum(b.predictor.nbytes for b in blocks if isinstance(b, HybridMLP) and b.predictor is not None)
+        whole = sum(m.nbytes for block in blocks for shard in block.shards for m in shard.matrices.values())
+        return (sum(block.read_bytes() for block in blocks) + predictors) / whole
+
     def reset_active_fraction(self) -> None:
         for block in hybrid_blocks(self):
-            if isinstance(block, HybridMLP):
-                block.reset_counters()
+            block.reset_counters()
 
     def dequantized_state_dict(self) -> dict[str, Tensor]:
         """The state dict that the family's plain transformers class needs to compute with the weights this model
@@ -389,3 +402,13 @@ def model_fingerprint(checkpoint: Checkpoint, config: Any) -> str:
 
 def block_neurons(model: nn.Module) -> dict[BlockId, int]:
     return {block.id: block.neurons for block in hybrid_blocks(model)}
+
+
+def attended_widths(model: nn.Module) -> dict[BlockId, int]:
+    """Of each attention block, the entries that its output projection reads."""
+    return {
+        block.id: sum(p.rows) * block.neurons
+        for block in hybrid_blocks(model)
+        for p in block.projections.values()
+        if p.writes and block.id.kind == "attention"
+    }

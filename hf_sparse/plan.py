@@ -21,18 +21,18 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from hf_sparse.modeling import BlockId
+from hf_sparse.modeling import BlockId, SkipRule
+from hf_sparse.modeling.rules import PLACES, RULE_KINDS
 
 PLAN_JSON, PLAN_TENSORS = "plan.json", "plan.safetensors"
-FORMAT, FORMAT_VERSION = "hf_sparse.plan", 1
+FORMAT, FORMAT_VERSION = "hf_sparse.plan", 2
 _LARGEST_JSON = 2**26
 _PREDICTOR_TENSORS = ("fc1", "fc2", "bias")
-_RULE_KINDS = ("none", "exact", "magnitude", "predicted")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class PlanError(ValueError):
-    """A plan that cannot be used. `field` names what is wrong, such as `blocks[3.mlp].rule.threshold`."""
+    """A plan that cannot be used. `field` names what is wrong, such as `blocks[3.mlp].rule.kind`."""
 
     def __init__(self, where: object, field: str, got: object, expected: str) -> None:
         text = got if isinstance(got, str) else repr(got)
@@ -66,7 +66,7 @@ class BlockProfile:
 class PlacementPlan:
     """Everything calibrated for one checkpoint. Profile, rules and predictors do not depend on budgets or hardware.
 
-    `rules[id]` is a SkipRule as a dict, one for each MLP block at least. `predictors[id]` holds `fc1` [r, d_model],
+    `rules[id]` is one for each MLP block at least. `predictors[id]` holds `fc1` [r, d_model],
     `fc2` [neurons, r] and `bias` [neurons], floating, exactly where the rule's kind is "predicted".
     `calibration_report` is any JSON value.
     """
@@ -74,13 +74,13 @@ class PlacementPlan:
     key: PlanKey
     model_type: str
     blocks: dict[BlockId, BlockProfile]
-    rules: dict[BlockId, dict[str, Any]]
+    rules: dict[BlockId, SkipRule]
     predictors: dict[BlockId, dict[str, Tensor]]
     calibration_report: dict[str, Any]
     library_version: str
 
     def __repr__(self) -> str:
-        kinds = ", ".join(sorted({str(rule.get("kind")) for rule in self.rules.values()}))
+        kinds = ", ".join(sorted({rule.kind for rule in self.rules.values()}))
         return f"PlacementPlan({self.model_type}, {len(self.blocks)} blocks, rules: {kinds}, {self.calibration_report})"
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
@@ -152,8 +152,8 @@ class PlacementPlan:
                     f"{plan.blocks[id].impact.numel()}, the length of its impact",
                 )
             if block.fields.get("rule") is not None:
-                plan.rules[id] = block.value("rule", dict)
-                if plan.rules[id].get("kind") == "predicted":
+                plan.rules[id] = _read_rule(block.inner("rule"), id, tensors, packed)
+                if plan.rules[id].kind == "predicted":
                     plan.predictors[id] = {
                         name: take(tensors, packed, f"{id}.predictor.{name}") for name in _PREDICTOR_TENSORS
                     }
@@ -162,9 +162,18 @@ class PlacementPlan:
         _validate(plan, where)
         return plan
 
-    def check_model(self, *, model_type: str, neurons: Mapping[BlockId, int], hidden_size: int, key: PlanKey) -> None:
+    def check_model(
+        self,
+        *,
+        model_type: str,
+        neurons: Mapping[BlockId, int],
+        hidden_size: int,
+        key: PlanKey,
+        attended: Mapping[BlockId, int],
+    ) -> None:
         """Raises PlanError naming the first field that does not fit the model: `neurons` by block, `hidden_size`
-        (d_model, what predictors read) and `key` are what it has.
+        (d_model, what predictors and gates read), `attended` by attention block (what o reads) and `key` are what it
+        has.
         """
         for field, got, expected in (
             ("model_type", self.model_type, model_type),
@@ -184,6 +193,11 @@ class PlacementPlan:
                 raise PlanError(
                     "plan", f"blocks[{id}].neurons", self.blocks[id].impact.numel(), f"{count}, as the model has"
                 )
+        for id, rule in self.rules.items():
+            for place, thresholds in rule.below.items():
+                width = {"input": hidden_size, "output": attended.get(id, 0)}.get(place, neurons[id])
+                if len(thresholds) != width:
+                    raise PlanError("plan", f"blocks[{id}].rule.below.{place}", len(thresholds), f"{width} thresholds")
         for id, predictor in self.predictors.items():
             if predictor["fc1"].shape[1] != hidden_size:
                 shape = list(predictor["fc1"].shape)
@@ -200,6 +214,8 @@ def _tensors(plan: PlacementPlan) -> dict[str, Tensor]:
     tensors = {}
     for id, profile in plan.blocks.items():
         tensors[f"{id}.impact"], tensors[f"{id}.active_fraction"] = profile.impact, profile.active_fraction
+    for id, rule in plan.rules.items():
+        tensors.update({f"{id}.below.{place}": thresholds for place, thresholds in rule.below.items()})
     for id, predictor in plan.predictors.items():
         tensors.update({f"{id}.predictor.{name}": predictor[name] for name in _PREDICTOR_TENSORS})
     return tensors
@@ -212,7 +228,10 @@ def _to_json(plan: PlacementPlan, tensors_sha256: str) -> dict[str, Any]:
         "library_version": plan.library_version,
         "model_type": plan.model_type,
         "key": vars(plan.key),
-        "blocks": {str(id): {"neurons": p.impact.numel(), "rule": plan.rules.get(id)} for id, p in plan.blocks.items()},
+        "blocks": {
+            str(id): {"neurons": p.impact.numel(), "rule": _rule_to_json(plan.rules.get(id))}
+            for id, p in plan.blocks.items()
+        },
         "calibration_report": plan.calibration_report,
         "tensors_sha256": tensors_sha256,
     }
@@ -243,9 +262,9 @@ def _validate(plan: PlacementPlan, where: object) -> None:
         if id not in plan.blocks:
             raise PlanError(where, f"blocks[{id}]", "a rule or predictor without a profile", "a profile for each block")
     for id, rule in plan.rules.items():
-        _check_rule(rule, where, f"blocks[{id}].rule")
-        if (rule["kind"] == "predicted") != (id in plan.predictors):
-            got = f"rule {rule['kind']!r} {'with' if id in plan.predictors else 'without'} a predictor"
+        _check_rule(rule, id, plan.blocks[id].impact.numel(), where)
+        if (rule.kind == "predicted") != (id in plan.predictors):
+            got = f"rule {rule.kind!r} {'with' if id in plan.predictors else 'without'} a predictor"
             raise PlanError(where, f"blocks[{id}].predictor", got, "a predictor exactly where the rule is 'predicted'")
     for id, predictor in plan.predictors.items():
         _check_predictor(predictor, plan.blocks[id].impact.numel(), where, f"blocks[{id}].predictor")
@@ -284,27 +303,35 @@ def _check_profile(profile: BlockProfile, where: object, field: str) -> None:
         )
 
 
-def _check_rule(rule: object, where: object, field: str) -> None:
-    if not isinstance(rule, dict) or rule.get("kind") not in _RULE_KINDS:
-        raise PlanError(
-            where,
-            f"{field}.kind",
-            rule.get("kind") if isinstance(rule, dict) else rule,
-            f"one of {', '.join(_RULE_KINDS)}",
-        )
-    allowed = {"kind", "threshold"} if rule["kind"] == "magnitude" else {"kind"}
-    if unknown := sorted(map(str, set(rule) - allowed)):
-        raise PlanError(
-            where, f"{field}.{unknown[0]}", rule.get(unknown[0]), f"no such field in a rule of kind {rule['kind']!r}"
-        )
-    if rule["kind"] == "magnitude":
-        threshold = rule.get("threshold")
-        if (
-            isinstance(threshold, bool)
-            or not isinstance(threshold, int | float)
-            or not 0 <= threshold <= torch.finfo(torch.float32).max
-        ):
-            raise PlanError(where, f"{field}.threshold", threshold, "a finite number >= 0")
+def _rule_to_json(rule: SkipRule | None) -> dict[str, Any] | None:
+    return None if rule is None else {"kind": rule.kind, "below": sorted(rule.below)}
+
+
+def _read_rule(read: JsonReader, id: BlockId, tensors: dict[str, Tensor], packed: Path) -> SkipRule:
+    kind, places = read.value("kind", str), read.value("below", list)
+    if kind not in RULE_KINDS:
+        raise PlanError(read.where, read.field("kind"), kind, f"one of {', '.join(RULE_KINDS)}")
+    if unknown := sorted(set(read.fields) - {"kind", "below"}):
+        raise PlanError(read.where, read.field(unknown[0]), read.fields[unknown[0]], "no such field in a rule")
+    if any(place not in PLACES[id.kind] for place in places) or len(set(places)) < len(places):
+        raise PlanError(read.where, read.field("below"), places, f"different ones of {', '.join(PLACES[id.kind])}")
+    below = {place: take(tensors, packed, f"{id}.below.{place}") for place in places}
+    try:
+        return SkipRule(kind, below)
+    except ValueError as error:
+        raise PlanError(packed, read.path, str(error), "thresholds that fit the rule") from error
+
+
+def _check_rule(rule: object, id: BlockId, neurons: int, where: object) -> None:
+    """Widths of "input" and "output" are checked against the model."""
+    field = f"blocks[{id}].rule"
+    if not isinstance(rule, SkipRule):
+        raise PlanError(where, field, rule, "a SkipRule")
+    for place, thresholds in rule.below.items():
+        if place not in PLACES[id.kind]:
+            raise PlanError(where, f"{field}.below", place, f"places of {', '.join(PLACES[id.kind])}")
+        width = neurons if place in ("gate", "hidden") else max(1, len(thresholds))
+        check_tensor(thresholds, (torch.float32,), [width], where, f"{field}.below.{place}")
 
 
 def _check_predictor(predictor: Mapping[str, Tensor], neurons: int, where: object, field: str) -> None:

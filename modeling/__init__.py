@@ -13,7 +13,17 @@ from .mlp import HybridMLP
 from .neurons import BlockId, BlockKind, Placement, Tier, WeightFormat
 from .paged_cache import PagedCacheLayer, use_pages
 from .predictor import Predictor
-from .rules import Skipping, SkipRule, gives_exact_zeros, note_forward, rules_apply, skipping, skipping_mode
+from .rules import (
+    Place,
+    Skipping,
+    SkipRule,
+    gives_exact_zeros,
+    magnitude,
+    note_forward,
+    rules_apply,
+    skipping,
+    skipping_mode,
+)
 
 __all__ = [
     "FAMILIES",
@@ -26,6 +36,7 @@ __all__ = [
     "NotUsual",
     "PackedHead",
     "PagedCacheLayer",
+    "Place",
     "Placement",
     "Predictor",
     "SkipRule",
@@ -38,6 +49,7 @@ __all__ = [
     "gives_exact_zeros",
     "has_exact_zeros",
     "hybrid_blocks",
+    "magnitude",
     "note_forward",
     "rules_apply",
     "skipping",

@@ -14,10 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_sparse.quantization import NeuronMatrix, gathered_accumulate, gathered_row_product
+from hf_sparse.quantization import (
+    InputMatrix,
+    NeuronMatrix,
+    gathered_accumulate,
+    gathered_row_product,
+    input_product,
+)
 
-from .block import BlockSpec, HybridBlock, Shard
+from .block import FEW_ROWS, BlockSpec, HybridBlock, Shard, union
 from .cache import TierCacheView
+from .rules import Place
 from .tiers import merge, run_side_by_side, to_device
 
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads")
@@ -25,17 +32,39 @@ CACHE_NAMES = ("cache", "layer_past", "past_key_values")
 
 
 class NeuronLinear(nn.Module):
-    """Stands in a narrowed module where a linear layer was. One that `writes` gives fp32, unmerged and without bias."""
+    """Stands in a narrowed module where a linear layer was. One that `writes` gives fp32, unmerged and without bias.
+    `place`: where its input is in the block, whose rule may leave out entries of it; `positions` are those of the
+    entries in the whole block.
+    """
 
-    def __init__(self, matrix: NeuronMatrix, bias: Tensor | None, writes: bool, compute_dtype: str) -> None:
+    def __init__(
+        self,
+        matrix: NeuronMatrix | InputMatrix,
+        bias: Tensor | None,
+        writes: bool,
+        block: HybridBlock,
+        place: Place | None,
+        positions: Tensor | None,
+    ) -> None:
         super().__init__()
-        self.matrix, self.bias, self.writes, self.compute_dtype = matrix, bias, writes, compute_dtype
+        self.matrix, self.bias, self.writes, self.place, self.positions = matrix, bias, writes, place, positions
+        self.compute_dtype = block.weights.compute_dtype
+        self._block = (block,)  # in a tuple: it must not become a child
 
     def forward(self, x: Tensor) -> Tensor:
-        flat = x.reshape(-1, x.shape[-1])
-        if self.writes:
-            return gathered_accumulate(self.matrix, flat, compute_dtype=self.compute_dtype).view(*x.shape[:-1], -1)
-        out = gathered_row_product(self.matrix, flat, compute_dtype=self.compute_dtype)
+        (block,), flat, index = self._block, x.reshape(-1, x.shape[-1]), None
+        if self.place is not None:
+            flat, kept = block.seen(self.place, flat, block.rule_now(), self.positions)
+            if kept is not None and len(flat) <= FEW_ROWS and block.probe is None:
+                index = union(kept)
+        if isinstance(self.matrix, InputMatrix):
+            out = input_product(self.matrix, flat, index, compute_dtype=self.compute_dtype)
+        elif self.writes:
+            values = flat if index is None else flat[:, index]
+            added = gathered_accumulate(self.matrix, values, index, compute_dtype=self.compute_dtype)
+            return added.view(*x.shape[:-1], -1)
+        else:
+            out = gathered_row_product(self.matrix, flat, compute_dtype=self.compute_dtype)
         if self.bias is not None:
             out = out + self.bias
         return out.to(x.dtype).view(*x.shape[:-1], -1)
@@ -63,6 +92,7 @@ class HybridAttention(HybridBlock):
 
     def __init__(self, spec: BlockSpec, module: nn.Module) -> None:
         super().__init__(spec)
+        self.skips_inputs_of = "q_proj" if "q_proj" in self.projections else None
         self._template = [module]  # in a list: it must not become a child, its projections are on the meta device
         for name, child in module.named_children():
             if name not in self.projections:
@@ -84,10 +114,13 @@ class HybridAttention(HybridBlock):
                 child = copy.deepcopy(child).to(shard.tier.device)
             module._modules[name] = child
         for name, projection in self.projections.items():
-            linear = NeuronLinear(
-                shard.matrices[name], shard.biases.get(name), projection.writes, self.weights.compute_dtype
+            place: Place | None = "output" if projection.writes else "input" if name == self.skips_inputs_of else None
+            positions = None
+            if projection.writes and len(shard.neurons) < self.neurons:
+                positions = projection.stored_rows(shard.neurons.cpu(), self.neurons).to(shard.tier.device)
+            module._modules[name] = NeuronLinear(
+                shard.matrices[name], shard.biases.get(name), projection.writes, self, place, positions
             )
-            module._modules[name] = linear
         if len(shard.neurons) < self.neurons:
             narrow = lambda count: count * len(shard.neurons) // self.neurons  # noqa: E731
             for name in HEAD_COUNTS:

@@ -8,16 +8,17 @@ whole rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_sparse.quantization import NeuronMatrix
+from hf_sparse.quantization import InputMatrix, NeuronMatrix
 
 from .neurons import BlockId, Tier, WeightFormat
+from .rules import PLACES, Place, SkipRule, rules_apply
 
 INDEX_BYTES = 4  # a shard keeps the model position of each of its neurons as int32
 
@@ -66,8 +67,12 @@ class Shard:
 
     tier: Tier
     neurons: Tensor
-    matrices: dict[str, NeuronMatrix]
+    matrices: dict[str, NeuronMatrix | InputMatrix]
     biases: dict[str, Tensor]
+
+    def by_neuron(self, name: str) -> NeuronMatrix:
+        matrix = self.matrices[name]
+        return matrix.by_neuron() if isinstance(matrix, InputMatrix) else matrix
 
     @property
     def nbytes(self) -> int:
@@ -75,10 +80,23 @@ class Shard:
         return sum(m.nbytes for m in self.matrices.values()) + sum(t.numel() * t.element_size() for t in tensors)
 
 
+# (place, values [tokens, entries]) -> what the block goes on with: the values, or others of that shape. For calibration,
+# on one tier.
+Probe = Callable[[Place, Tensor], Tensor]
+
+# Up to this many rows the union of what their tokens keep is gathered; beyond it nearly everything is kept by some row,
+# and what a row leaves out is only set to zero.
+FEW_ROWS = 32
+
+
 class HybridBlock(nn.Module):
-    """Base of the hybrid blocks: loads a block's tensors one by one, splits its neurons between tiers, and saves them
-    in model order.
+    """Base of the hybrid blocks: loads a block's tensors one by one, splits its neurons between tiers, saves them in
+    model order, and leaves out what its rule says.
+
+    `counters`: int64 [places, 2], entries kept and offered at each of `PLACES`, over the tokens to which rules applied.
     """
+
+    skips_inputs_of: str | None = None  # the projection that place "input" is the input of
 
     def __init__(self, spec: BlockSpec) -> None:
         super().__init__()
@@ -91,6 +109,81 @@ class HybridBlock(nn.Module):
         self._matrices: dict[str, NeuronMatrix] = {}
         self._biases: dict[str, Tensor] = {}
         self._packed: dict[str, Tensor] = {}
+        self._rule = SkipRule()
+        self.probe: Probe | None = None
+        self.places = PLACES[spec.id.kind]
+        self.counters = torch.zeros(len(self.places), 2, dtype=torch.int64, device="cpu")  # native code adds to it
+
+    # Leaving out
+
+    @property
+    def rule(self) -> SkipRule:
+        return self._rule
+
+    @rule.setter
+    def rule(self, rule: SkipRule) -> None:
+        """Raises ValueError for thresholds at a place that the block does not have."""
+        if alien := sorted(set(rule.below) - set(self.places)):
+            raise ValueError(f"{self.id} rule: expected thresholds at {', '.join(self.places)}, got {', '.join(alien)}")
+        self._rule = rule
+        if self._store():
+            self._placed()
+
+    def rule_now(self) -> SkipRule | None:
+        """The rule, where it applies to the tokens that are computed now."""
+        return self._rule if rules_apply() and self._rule.kind != "none" else None
+
+    def seen(
+        self, place: Place, values: Tensor, rule: SkipRule | None, index: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """What is computed on with of `values` [tokens, entries], and which of them stay (bool; None: all). `index`:
+        the positions of the columns in the whole block, where they are not all.
+        """
+        if self.probe is not None:
+            values = self.probe(place, values)
+        kept = None if rule is None else rule.keeps(place, values, index)
+        if kept is None:
+            return values, None
+        self.count(place, int(kept.sum()), kept.numel())
+        return torch.where(kept, values, 0.0), kept
+
+    def count(self, place: Place, kept: int, offered: int) -> None:
+        self.counters[self.places.index(place)] += torch.tensor([kept, offered], device="cpu")
+
+    def reset_counters(self) -> None:
+        self.counters.zero_()
+
+    def kept(self, place: Place) -> float:
+        """Share of the entries at `place` that were kept since the last reset; 1 where none was left out."""
+        kept, offered = self.counters[self.places.index(place)].tolist()
+        return kept / offered if offered else 1.0
+
+    def read_bytes(self) -> float:
+        """Of weights, per token, for the tokens to which rules applied since the last reset; all where there were none."""
+        return sum(
+            self.read_share_of(name, matrix) * matrix.nbytes
+            for shard in self.shards
+            for name, matrix in shard.matrices.items()
+        )
+
+    def read_share_of(self, name: str, matrix: NeuronMatrix | InputMatrix) -> float:
+        if isinstance(matrix, InputMatrix):
+            return self.kept("input")
+        return self.kept("output") if self.projections[name].writes else 1.0
+
+    def _store(self) -> bool:
+        """Brings weights whose inputs the rule leaves out into the form that skips them. Whether it changed any."""
+        name, changed = self.skips_inputs_of, False
+        if name is None:
+            return False
+        for shard in self.shards:
+            matrix = shard.matrices[name]
+            wanted = "input" in self._rule.below and self._rule.kind == "magnitude" and matrix.device.type == "cpu"
+            if isinstance(matrix, InputMatrix) and not wanted:
+                shard.matrices[name], changed = matrix.by_neuron(), True
+            elif isinstance(matrix, NeuronMatrix) and wanted and matrix.weight_dtype is not None:
+                shard.matrices[name], changed = InputMatrix.by_input(matrix), True
+        return changed
 
     # Loading: names are relative to the block, "gate_proj.weight", or "gate_proj.codes" and ".scales" of a saved model.
 
@@ -163,6 +256,7 @@ class HybridBlock(nn.Module):
             shards.append(shard)
         self.shards = shards
         self.output_bias = None if output_bias is None else output_bias.to(tiers[0].device)
+        self._store()
         self._placed()
 
     def _placed(self) -> None:
@@ -177,13 +271,14 @@ class HybridBlock(nn.Module):
             output_bias = next((bias for name, bias in self._biases.items() if name not in inputs), None)
             return self._matrices, inputs, output_bias
         if len(self.shards) == 1:
-            return self.shards[0].matrices, self.shards[0].biases, self.output_bias
+            (shard,) = self.shards
+            return {name: shard.by_neuron(name) for name in shard.matrices}, shard.biases, self.output_bias
         matrices: dict[str, NeuronMatrix] = {}
         biases: dict[str, Tensor] = {}
         for name, projection in self.projections.items():
             rows = [projection.stored_rows(shard.neurons.cpu(), self.neurons) for shard in self.shards]
             matrices[name] = NeuronMatrix.scatter(
-                [(r, s.matrices[name]) for r, s in zip(rows, self.shards, strict=True)]
+                [(r, s.by_neuron(name)) for r, s in zip(rows, self.shards, strict=True)]
             )
             if name in self.shards[0].biases:
                 pieces = [shard.biases[name].cpu() for shard in self.shards]
@@ -222,3 +317,8 @@ class HybridBlock(nn.Module):
     def extra_repr(self) -> str:
         where = ", ".join(f"{len(shard.neurons)} on {shard.tier.name}" for shard in self.shards) or "not placed"
         return f"neurons={self.neurons} ({where}), weights={self.weights.weight_dtype or 'unquantized'}"
+
+
+def union(mask: Tensor) -> Tensor:
+    """int64, ascending: the columns of `mask` [tokens, entries] in which some row is set."""
+    return (mask if mask.shape[0] == 1 else mask.any(0, keepdim=True))[0].nonzero().flatten()

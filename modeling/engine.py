@@ -90,15 +90,16 @@ class Engine:
         layers: list[Any] = list(model.get_submodule(layers_path))
         self._blocks: list[tuple[HybridAttention, HybridMLP]] = []
         self._sizes: list[tuple[int, int, int]] = []
-        self._counts = torch.zeros(len(layers), 2, dtype=torch.int64, device="cpu")
+        self._counts = torch.zeros(len(layers), 5, 2, dtype=torch.int64, device="cpu")  # see kernels.h: Step
         self._decoder = self._kernels.Decoder(level, config.hidden_size)
         self._rotations = self._make_rotations(config)
         for number, layer in enumerate(layers):
             attention, mlp = _blocks_of(layer, number, names)
             self._decoder.add(self._layer(number, layer, attention, mlp, names))
             self._blocks.append((attention, mlp))
-            self._counts[number] = mlp.counters
-            mlp.counters = self._counts[number]
+            for block, counts in ((mlp, self._counts[number, :3]), (attention, self._counts[number, 3:])):
+                counts.copy_(block.counters)
+                block.counters = counts
         self._vocabulary = self._make_head(config, names)
         self._embed = model.get_input_embeddings()
         self._lock = native.Lock()
@@ -153,7 +154,7 @@ class Engine:
         widths = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
         if "qkv_proj" in shard.matrices:
             parts, start = [], 0
-            whole, bias = shard.matrices["qkv_proj"], shard.biases.get("qkv_proj")
+            whole, bias = shard.by_neuron("qkv_proj"), shard.biases.get("qkv_proj")
             for width in widths:
                 part = None if bias is None else bias[start : start + width]
                 parts.append(self._weights.linear(whole.narrow(start, width), part))
@@ -166,6 +167,9 @@ class Engine:
         compute = native.COMPUTE_CODES[block.weights.compute_dtype]
         out = self._weights.linear(shard.matrices["o_proj"], block.output_bias)
         made = self._kernels.Attention(*parts, out, heads, kv_heads, head_dim, module.scaling, compute)
+        if block.rule.kind != "none":
+            inputs = self._weights.thresholds(block, "input", config.hidden_size)
+            made.set_thresholds(inputs, self._weights.thresholds(block, "output", widths[0]))
         if names.head_norms is not None:
             q_norm, k_norm = (self._norm(module, name, names.one_plus) for name in ("q_norm", "k_norm"))
             made.set_norms(q_norm, k_norm, names.head_norms == "all", _epsilon(module.get_submodule("q_norm")))
@@ -213,7 +217,11 @@ class Engine:
             attributes_of += [attention.modules_of_tiers[0]]
             if names.head_norms is not None:
                 attributes_of += [attention.get_submodule(name) for name in ("q_norm", "k_norm")]
-            objects += [(attention, "shards"), *((mlp, name) for name in ("shards", "rule", "predictor", "activation"))]
+            objects += [
+                (attention, "shards"),
+                (attention, "_rule"),
+                *((mlp, name) for name in ("shards", "_rule", "predictor", "activation")),
+            ]
         return Watch(self._model, attributes_of, objects)
 
     def fits(self, thoroughly: bool = True) -> bool:
@@ -226,7 +234,7 @@ class Engine:
         """Whether a calibration or a hook wants to see what modules compute."""
         if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
             return True
-        if any(mlp.observer for _, mlp in self._blocks):
+        if any(mlp.observer or mlp.probe or attention.probe for attention, mlp in self._blocks):
             return True
         if not any(self._hooks) and len(self._hooks_of_base) == 1:  # ours
             return False

@@ -10,12 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_sparse.quantization import gathered_accumulate, gathered_row_product, native
+from hf_sparse.quantization import (
+    InputMatrix,
+    NeuronMatrix,
+    gathered_accumulate,
+    gathered_row_product,
+    input_product,
+    native,
+)
 
-from .block import BlockSpec, HybridBlock, Shard
+from .block import FEW_ROWS, BlockSpec, HybridBlock, Shard, union
 from .native_mlp import NativeMLP, NotUsual
 from .predictor import Predictor
-from .rules import SkipRule, rules_apply
+from .rules import SkipRule
 from .tiers import merge, run_side_by_side
 
 
@@ -31,10 +38,6 @@ class MLPNames:
     gate: str | None = None
     fused: bool = False
 
-
-# Up to this many rows the union of their active neurons is gathered; beyond it nearly every neuron is active for some
-# row, and what a row leaves out is only set to zero.
-FEW_ROWS = 32
 
 # (input [tokens, d_model], activated gate [tokens, neurons], hidden [tokens, neurons]): what a calibration looks at.
 Observer = Callable[[Tensor, Tensor, Tensor], None]
@@ -56,37 +59,41 @@ class HybridMLP(HybridBlock):
         super().__init__(spec)
         self.names = names
         self.activation = activation
-        self.rule = SkipRule()
+        self.skips_inputs_of = None if names.fused else names.gate or names.up
         self.predictor: Predictor | None = None
         self.observer: Observer | None = None
         # what was built for the shards, by place, and from what: [level, shards, rule, predictor, activation]
         self._native: tuple[list[Any], list[NativeMLP | None]] | None = None
-        self.reset_counters()
-
-    def reset_counters(self) -> None:
-        """Starts `active_fraction` anew."""
-        if not hasattr(self, "counters"):
-            self.counters = torch.zeros(2, dtype=torch.int64, device="cpu")  # computed, offered; native code adds to it
-        self.counters.zero_()
 
     @property
     def active_fraction(self) -> float | None:
         """Share of neurons that were computed since the last reset, over the tokens to which rules applied; None before
         any.
         """
-        computed, offered = self.counters.tolist()
-        return computed / offered if offered else None
+        offered = int(self.counters[self.places.index("gate")][1])
+        return self.kept("gate") if offered else None
+
+    def read_share_of(self, name: str, matrix: NeuronMatrix | InputMatrix) -> float:
+        """Without the gates that a predictor asked for in vain."""
+        names, gates = self.names, self.kept("gate")
+        if name == names.down:
+            return self.kept("hidden")
+        if self.predictor is not None:
+            return gates
+        if names.fused:
+            return (1 + gates) / 2  # gates are read whole: they say which neurons are active
+        return super().read_share_of(name, matrix) if name == (names.gate or names.up) else gates
 
     def forward(self, hidden_states: Tensor, residual: Tensor | None = None) -> Tensor:
         """hidden_states [..., d_model] -> [..., d_model]; `residual` is added for families whose MLP does so itself
         (Bloom).
         """
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
-        rule = self.rule if rules_apply() and self.rule.kind != "none" else None
+        rule = self.rule_now()
         natives = self._native_shards(x, rule)
         predicted = None
         if rule is not None and self.predictor is not None and None in natives:
-            alone = x.shape[0] == 1 and self.observer is None
+            alone = x.shape[0] == 1 and not self._watched()
             predict = self.predictor.active_index if alone else self.predictor.active
             predicted = predict(x, self.weights.compute_dtype)
         parts = run_side_by_side(
@@ -105,7 +112,7 @@ class HybridMLP(HybridBlock):
         none, level, activation = [None] * len(self.shards), native.level(), self.activation
         if level is None or x.shape[0] != 1 or (x.requires_grad and torch.is_grad_enabled()):
             return none
-        if self.observer is not None or activation._forward_hooks or activation._forward_pre_hooks:
+        if self._watched() or activation._forward_hooks or activation._forward_pre_hooks:
             return none  # someone wants to see what is in between
         state = [level, self.shards, self.rule, self.predictor, activation]
         if self._native is None or not all(map(operator.is_, state, self._native[0])):
@@ -114,6 +121,9 @@ class HybridMLP(HybridBlock):
         if rule is not None and self.predictor is not None and not all(made and made.predicts for made in natives):
             return none
         return natives
+
+    def _watched(self) -> bool:
+        return self.probe is not None or self.observer is not None
 
     def _native_shard(self, shard: Shard, level: int) -> NativeMLP | None:
         try:
@@ -137,39 +147,71 @@ class HybridMLP(HybridBlock):
         x = x.to(device)
         if made is not None:
             return made.run(x, rule is not None, self.counters)
-        gather = rule is not None and x.shape[0] <= FEW_ROWS and self.observer is None
+        gather = rule is not None and x.shape[0] <= FEW_ROWS and not self._watched()
         active = index = None
         if predicted is not None and predicted.dtype == torch.bool:
             active = predicted.to(device)[:, shard.neurons]
-            index = _union(active) if gather else None
+            index = union(active) if gather else None
         elif predicted is not None:
             index = _positions(predicted.to(device), shard.neurons, self.neurons)
-        gate = self._activated(shard, x, index)
+        seen, inputs = self.seen("input", x, rule)
+        gate = self._activated(shard, seen, index, inputs if gather else None)
+        if self.probe is not None:
+            gate = self.probe("gate", gate)
         if rule is not None:
-            kept = rule.active(gate)
+            kept = rule.keeps("gate", gate, self._positions(shard, index))
+            assert kept is not None
             if active is not None:
                 kept &= active if index is None else active[:, index]
             if gather:
-                local = _union(kept)
+                local = union(kept)
                 index = local if index is None else index[local]
                 gate, kept = gate[:, local], kept[:, local]
-            self.counters += torch.tensor([int(kept.sum()), len(x) * len(shard.neurons)], device="cpu")
+            self.count("gate", int(kept.sum()), len(x) * len(shard.neurons))
         hidden = gate if names.gate is None and not names.fused else gate * self._up(shard, x, index)
         if rule is not None:
             hidden = torch.where(kept, hidden, 0.0)
+        if self.probe is not None:
+            hidden = self.probe("hidden", hidden)
+        if rule is not None:
+            stays = rule.keeps("hidden", hidden, self._positions(shard, index))
+            if stays is not None:
+                kept &= stays
+                hidden = torch.where(kept, hidden, 0.0)
+                if gather:
+                    local = union(kept)
+                    index, hidden = (local if index is None else index[local]), hidden[:, local]
+            self.count("hidden", int(kept.sum()), len(x) * len(shard.neurons))
         if self.observer is not None:
             self.observer(x, gate, hidden)
-        return gathered_accumulate(shard.matrices[names.down], hidden, index, compute_dtype=self.weights.compute_dtype)
+        down = shard.by_neuron(names.down)
+        return gathered_accumulate(down, hidden, index, compute_dtype=self.weights.compute_dtype)
 
-    def _activated(self, shard: Shard, x: Tensor, index: Tensor | None) -> Tensor:
-        """The activated gate (without a gate: the activated up) of the listed neurons: fp32 [tokens, listed]."""
-        return self.activation(self._rows(shard, self.names.gate or self.names.up, 0, x, index))
+    def _positions(self, shard: Shard, index: Tensor | None) -> Tensor | None:
+        """Where in the block the neurons `index` of a shard (None: all of them) are; None where these are all."""
+        if len(shard.neurons) == self.neurons:
+            return index
+        return shard.neurons.long() if index is None else shard.neurons.long()[index]
+
+    def _activated(self, shard: Shard, x: Tensor, index: Tensor | None, inputs: Tensor | None) -> Tensor:
+        """The activated gate (without a gate: the activated up) of the listed neurons: fp32 [tokens, listed]. `inputs`:
+        of each token, the entries of `x` that are not zero, where those are to be gathered.
+        """
+        name = self.names.gate or self.names.up
+        matrix, bias = shard.matrices[name], shard.biases.get(name)
+        if not isinstance(matrix, InputMatrix):
+            return self.activation(self._rows(shard, name, 0, x, index))
+        listed = None if inputs is None else union(inputs)
+        product = input_product(matrix, x, listed, compute_dtype=self.weights.compute_dtype)
+        if bias is not None:
+            product = product + bias
+        return self.activation(product if index is None else product[:, index])
 
     def _up(self, shard: Shard, x: Tensor, index: Tensor | None) -> Tensor:
         return self._rows(shard, self.names.up, len(shard.neurons) if self.names.fused else 0, x, index)
 
     def _rows(self, shard: Shard, name: str, start: int, x: Tensor, index: Tensor | None) -> Tensor:
-        matrix, bias = shard.matrices[name], shard.biases.get(name)
+        matrix, bias = shard.by_neuron(name), shard.biases.get(name)
         if self.names.fused:
             matrix = matrix.narrow(start, len(shard.neurons))
             bias = None if bias is None else bias[start : start + len(shard.neurons)]
@@ -177,11 +219,6 @@ class HybridMLP(HybridBlock):
         if bias is not None:
             product = product + (bias if index is None else bias[index])
         return product
-
-
-def _union(mask: Tensor) -> Tensor:
-    """int64, ascending: the columns of `mask` [tokens, neurons] in which some row is set."""
-    return (mask if mask.shape[0] == 1 else mask.any(0, keepdim=True))[0].nonzero().flatten()
 
 
 def _positions(index: Tensor, neurons: Tensor, total: int) -> Tensor:

@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_sparse.quantization import NeuronMatrix, native
+from hf_sparse.quantization import InputMatrix, NeuronMatrix, native
 
-from .block import Shard
+from .block import HybridBlock, Shard
 from .predictor import Predictor
+from .rules import Place
 
 if TYPE_CHECKING:
     from .mlp import HybridMLP
@@ -50,20 +51,27 @@ class NativeWeights:
         self._kept.append(copy)
         return copy.data_ptr()
 
-    def matrix(self, matrix: NeuronMatrix) -> Any:
+    def matrix(self, matrix: NeuronMatrix | InputMatrix) -> Any:
         """Raises NotUsual for one that the kernels do not take."""
         found = matrix.native()
         if found is None:
-            raise NotUsual(f"weights are {matrix.dtype} on {matrix.device}")
+            raise NotUsual(f"weights are {getattr(matrix, 'dtype', 'packed')} on {matrix.device}")
         self._kept.append(matrix)
         return found.handle
 
-    def linear(self, matrix: NeuronMatrix, bias: Tensor | None) -> Any:
+    def linear(self, matrix: NeuronMatrix | InputMatrix, bias: Tensor | None) -> Any:
         return native.kernels().Linear(self.matrix(matrix), self.address(bias))
 
     def predictor(self, predictor: Predictor) -> Any:
         fc1, fc2 = self.matrix(predictor.fc1), self.matrix(predictor.fc2)
         return native.kernels().Predictor(fc1, fc2, self.address(predictor.bias))
+
+    def thresholds(self, block: HybridBlock, place: Place, width: int, index: Tensor | None = None) -> int:
+        """Address of the rule's thresholds for `width` entries, those at `index`; 0 where it has none at this place."""
+        found = block.rule.below.get(place)
+        if found is None:
+            return 0
+        return self.address(found.expand(width) if len(found) == 1 else found if index is None else found[index])
 
     def mlp(self, block: HybridMLP, shard: Shard, output_bias: Tensor | None) -> Any:
         """The structure for the neurons of one tier, without a predictor. `output_bias`: what it adds to its output.
@@ -74,8 +82,8 @@ class NativeWeights:
         if activation is None:
             raise NotUsual(f"activation {type(block.activation).__name__}")
         up, up_bias = shard.matrices[names.up], shard.biases.get(names.up)
-        gate: tuple[NeuronMatrix, Tensor | None] | None = None
-        if names.fused:
+        gate: tuple[NeuronMatrix | InputMatrix, Tensor | None] | None = None
+        if names.fused and isinstance(up, NeuronMatrix):
             gate = up.narrow(0, count), None if up_bias is None else up_bias[:count]
             up, up_bias = up.narrow(count, count), None if up_bias is None else up_bias[count:]
         elif names.gate is not None:
@@ -86,7 +94,12 @@ class NativeWeights:
         if gate is not None:
             made.gate = self.linear(*gate)
         made.rule = block.rule.kind != "none"
-        made.threshold = block.rule.threshold if block.rule.kind == "magnitude" else 0.0
+        read = (gate or (up, None))[0]
+        if isinstance(read, InputMatrix) and block.predictor is not None:
+            raise NotUsual("a predictor chooses rows of weights that lie by input")
+        neurons = None if count == block.neurons else shard.neurons.long()
+        inputs = self.thresholds(block, "input", read.cols)
+        made.set_thresholds(inputs, *(self.thresholds(block, p, count, neurons) for p in ("gate", "hidden")))
         return made
 
 
@@ -127,7 +140,7 @@ class NativeMLP:
 
     def run(self, x: Tensor, rules: bool, counters: Tensor) -> Tensor:
         """What its neurons add to the output for `x` [1, d_model], on the CPU: float32 [1, d_model]. With `rules`, the
-        numbers of neurons computed and offered are added to `counters`, int64 [2].
+        counts of the block are added to its `counters`.
         """
         x = x.to(torch.float32).contiguous()
         out = torch.empty_like(x)

@@ -37,10 +37,14 @@ class Predictor:
         predictor.bias = predictor.bias.to(device)
         return predictor
 
+    def scores(self, x: Tensor, compute_dtype: str = "fp32") -> Tensor:
+        """float32 [tokens, neurons] for the block's input `x` [tokens, d_model]."""
+        hidden = gathered_row_product(self.fc1, x, compute_dtype=compute_dtype).relu_()
+        return gathered_row_product(self.fc2, hidden, compute_dtype=compute_dtype).add_(self.bias)
+
     def active(self, x: Tensor, compute_dtype: str = "fp32") -> Tensor:
         """bool [tokens, neurons] for the block's input `x` [tokens, d_model]. NaN counts as active."""
-        hidden = gathered_row_product(self.fc1, x, compute_dtype=compute_dtype).relu_()
-        return ~(gathered_row_product(self.fc2, hidden, compute_dtype=compute_dtype).add_(self.bias) <= 0)
+        return ~(self.scores(x, compute_dtype) <= 0)
 
     def active_index(self, x: Tensor, compute_dtype: str = "fp32") -> Tensor:
         """int64, ascending: the neurons that are active for the one token of `x` [1, d_model]."""

@@ -6,18 +6,21 @@ if __name__ != "hf_sparse.quantization":  # a second name would make a second co
     )
 
 from .codebooks import COMPUTE_DTYPES, GROUP_SIZES, WEIGHT_DTYPES
+from .input_matrix import InputMatrix
 from .native import instruction_set, instruction_sets
 from .neuron_matrix import NeuronMatrix
-from .ops import active_neurons, gathered_accumulate, gathered_row_product
+from .ops import active_neurons, gathered_accumulate, gathered_row_product, input_product
 
 __all__ = [
     "COMPUTE_DTYPES",
     "GROUP_SIZES",
     "WEIGHT_DTYPES",
+    "InputMatrix",
     "NeuronMatrix",
     "active_neurons",
     "gathered_accumulate",
     "gathered_row_product",
+    "input_product",
     "instruction_set",
     "instruction_sets",
 ]

@@ -4,7 +4,16 @@ page_tokens: int
 
 class Matrix:
     def __init__(
-        self, codes: int, scales: int, offsets: int, table: int, rows: int, cols: int, group_size: int, /
+        self,
+        codes: int,
+        scales: int,
+        offsets: int,
+        table: int,
+        rows: int,
+        cols: int,
+        group_size: int,
+        by_input: bool,
+        /,
     ) -> None: ...
 
 class Rule:
@@ -20,8 +29,8 @@ class Mlp:
     gate: Linear
     predictor: Predictor
     rule: bool
-    threshold: float
     def __init__(self, up: Linear, down: Linear, activation: int, compute: int, /) -> None: ...
+    def set_thresholds(self, inputs: int, gates: int, hidden: int, /) -> None: ...
 
 class Attention:
     softcap: float
@@ -40,6 +49,7 @@ class Attention:
         /,
     ) -> None: ...
     def set_norms(self, q_norm: int, k_norm: int, all_heads: bool, epsilon: float, /) -> None: ...
+    def set_thresholds(self, inputs: int, attended: int, /) -> None: ...
     def set_rotation(self, rotation: int, rotary_dim: int, /) -> None: ...
 
 class Layer:
@@ -93,11 +103,26 @@ def quantize(
 def dequantize(
     level: int, matrix: Matrix, index: int, count: int, out: int, is_bf16: bool, threads: int, /
 ) -> bool: ...
+def turn(
+    level: int,
+    codes: int,
+    packed: bool,
+    rows: int,
+    cols: int,
+    row_bytes: int,
+    out: int,
+    out_bytes: int,
+    threads: int,
+    /,
+) -> None: ...
 def row_product(
     level: int, matrix: Matrix, index: int, count: int, x: int, n: int, compute: int, out: int, threads: int, /
 ) -> bool: ...
 def accumulate(
     level: int, matrix: Matrix, index: int, count: int, a: int, n: int, compute: int, out: int, threads: int, /
+) -> bool: ...
+def input_product(
+    level: int, matrix: Matrix, index: int, count: int, x: int, compute: int, out: int, threads: int, /
 ) -> bool: ...
 def has_many(level: int, /) -> bool: ...
 def many_row_product(

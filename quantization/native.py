@@ -130,6 +130,12 @@ def quantize(
         raise ValueError(f"weight: NaN, infinite or beyond +-{book.weight_limit:g}")
 
 
+def turn(level: int, codes: Tensor, packed: bool, cols: int, out: Tensor) -> None:
+    """`codes` [rows, bytes] of `cols` columns -> those of the columns as rows, [cols, bytes], all of it written."""
+    sizes = codes.shape[0], cols, codes.shape[1]
+    _kernels.turn(level, codes.data_ptr(), packed, *sizes, out.data_ptr(), out.shape[1], threads())
+
+
 class NativeMatrix:
     """Weights on the CPU as the kernels take them: packed, or bfloat16 numbers. Holds addresses: the tensors behind
     them must live as long.
@@ -146,10 +152,11 @@ class NativeMatrix:
         rows: int,
         cols: int,
         group_size: int,
+        by_input: bool = False,
     ) -> None:
         self.rows = rows
         addresses = (codes.data_ptr(), address(scales), address(offsets), address(table))
-        self.handle = _kernels.Matrix(*addresses, rows, cols, group_size)
+        self.handle = _kernels.Matrix(*addresses, rows, cols, group_size, by_input)
 
     def _selection(self, index: Tensor | None) -> tuple[int, int]:
         return (0, self.rows) if index is None else (index.data_ptr(), index.shape[0])
@@ -175,6 +182,11 @@ class NativeMatrix:
         return _kernels.accumulate(
             level, self.handle, *self._selection(index), a.data_ptr(), a.shape[0], compute, out.data_ptr(), threads()
         )
+
+    def input_product(self, level: int, x: Tensor, index: Tensor, compute_dtype: str, out: Tensor) -> bool:
+        """Of weights by input, whose inputs `index` lists; `x`: float32 [cols]; `out`: float32 [padded rows]."""
+        selection, compute = (index.data_ptr(), index.shape[0]), COMPUTE_CODES[compute_dtype]
+        return _kernels.input_product(level, self.handle, *selection, x.data_ptr(), compute, out.data_ptr(), threads())
 
     def many_row_product(self, level: int, x: Tensor, index: Tensor | None, out: Tensor) -> bool:
         """As `row_product`, where `has_many(level)`: in bfloat16, made for many rows of activations."""

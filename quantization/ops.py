@@ -9,12 +9,14 @@ weights and result. A result depends on the number of threads only in the order 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import native, reference
 from .codebooks import COMPUTE_DTYPES
+from .input_matrix import InputMatrix
 from .neuron_matrix import NeuronMatrix, index_fault, row_chunks
 
 # Up to this many activation rows the kernels, which read packed weights, are faster than unpacking for a matrix product
@@ -33,20 +35,21 @@ def gathered_row_product(
     it is; "bf16" rounds it to bfloat16; "int8" rounds each group of `matrix.group_size` columns of a row to whole
     multiples of its absmax / 32512, held in two signed bytes, and multiplies integers (a row that holds NaN or infinity
     becomes NaN); with many rows, on a CPU with AMX, it is what "bf16" is. An unpacked matrix takes x as it is, or
-    multiplies in its own dtype. Where x requires a gradient, x is not rounded.
+    multiplies in its own dtype. The gradient is that of the product
+    without rounding, computed with `compute_dtype` in turn.
 
     Raises ValueError for another shape, dtype, device or index.
     """
     index = _checked(matrix, x, "x", matrix.cols, index, compute_dtype)
     count = matrix.rows if index is None else index.shape[0]
+    if _wants_gradient(x):
+        return _Differentiable.apply(x, matrix, index, compute_dtype, (gathered_row_product, gathered_accumulate))
     if (natively := _natively("row_product", matrix, x, index, compute_dtype, _FEW[compute_dtype], count)) is not None:
         return natively
     if fault := index_fault(index, matrix.rows):
         raise ValueError(fault)
     if matrix.weight is not None:
         return torch.nn.functional.linear(x.to(matrix.weight.dtype), _rows(matrix.weight, index)).to(torch.float32)
-    if _wants_gradient(x):
-        return x.to(torch.float32) @ matrix.dequantize(index=index).T
     dtype = _product_dtype(compute_dtype)
     rounded = reference.round_activations(x, compute_dtype, matrix.group_size).to(dtype)
     out, start = torch.empty(x.shape[0], count, dtype=torch.float32, device=x.device), 0
@@ -67,8 +70,10 @@ def gathered_accumulate(
     Raises ValueError for another shape, dtype, device or index.
     """
     index = _checked(matrix, a, "a", matrix.rows if index is None else index.numel(), index, compute_dtype)
+    if _wants_gradient(a):
+        return _Differentiable.apply(a, matrix, index, compute_dtype, (gathered_accumulate, gathered_row_product))
     rounding = "bf16" if compute_dtype == "bf16" else "fp32"
-    factors = a.to(torch.bfloat16) if rounding == "bf16" and not _wants_gradient(a) else a
+    factors = a.to(torch.bfloat16) if rounding == "bf16" else a
     few = _FEW[rounding]
     if (natively := _natively("accumulate", matrix, factors, index, compute_dtype, few, matrix.cols)) is not None:
         return natively
@@ -76,14 +81,45 @@ def gathered_accumulate(
         raise ValueError(fault)
     if matrix.weight is not None:
         return (a.to(matrix.weight.dtype) @ _rows(matrix.weight, index)).to(torch.float32)
-    if _wants_gradient(a):
-        return a.to(torch.float32) @ matrix.dequantize(index=index)
     dtype = _product_dtype(rounding)
     out, start = torch.zeros(a.shape[0], matrix.cols, dtype=torch.float32, device=a.device), 0
     for rows in _dequantized_spans(matrix, index, dtype):
         out += a[:, start : start + len(rows)].to(dtype) @ rows
         start += len(rows)
     return out
+
+
+def input_product(
+    matrix: InputMatrix, x: Tensor, index: Tensor | None = None, *, compute_dtype: str = "fp32"
+) -> Tensor:
+    """y[i] = sum over the listed inputs j of x[i, j] * W[:, j]: `x` [n, cols] floating -> float32 [n, rows]. Inputs
+    that are not listed are neither read nor multiplied.
+
+    `index`: int64, strictly ascending columns of W; None for all. `compute_dtype` as for `gathered_row_product`, which
+    gives the same for an x whose other entries are zero; where an instruction set sums floats only, "int8" takes x as
+    it is.
+
+    Raises ValueError for another shape, dtype, device or index.
+    """
+    if x.dim() != 2 or x.shape[1] != matrix.cols or not x.is_floating_point():
+        raise ValueError(f"x: expected floating [n, {matrix.cols}], got {x.dtype} {list(x.shape)}")
+    if index is not None and (index.dtype != torch.int64 or index.dim() != 1):
+        raise ValueError(f"index: expected int64 [n], got {index.dtype} {list(index.shape)}")
+    if fault := index_fault(index, matrix.cols):
+        raise ValueError(fault.replace("rows", "inputs"))
+    if index is not None:
+        kept = torch.zeros_like(x)
+        kept[:, index] = x[:, index]
+        x = kept
+    level, packed = native.level(), matrix.native()
+    if level is None or packed is None or x.shape[0] > 1 or _wants_gradient(x):
+        return gathered_row_product(matrix.by_neuron(), x, compute_dtype=compute_dtype)
+    if index is None:
+        index = torch.arange(matrix.cols, device="cpu")
+    out = torch.empty(1, matrix.scales.shape[1], dtype=torch.float32, device="cpu")
+    rounded = reference.round_activations(x, "bf16", 0) if compute_dtype == "bf16" else x.to(torch.float32)
+    packed.input_product(level, rounded.contiguous(), index.contiguous(), compute_dtype, out)
+    return out[:, : matrix.rows]
 
 
 def active_neurons(
@@ -134,6 +170,23 @@ def _checked(
     return None if index is None else index.to(matrix.device, torch.int64).contiguous()
 
 
+class _Differentiable(torch.autograd.Function):
+    """One of the two products: each is the gradient of the other, so that weights stay packed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, matrix: NeuronMatrix, index: Tensor | None, compute_dtype: str, ways: Any
+    ) -> Tensor:
+        ctx.rest, ctx.dtype = (matrix, index, compute_dtype, ways[::-1]), x.dtype
+        return ways[0](matrix, x, index, compute_dtype=compute_dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        matrix, index, compute_dtype, ways = ctx.rest
+        found = ways[0](matrix, gradients[0], index, compute_dtype=compute_dtype)
+        return found.to(ctx.dtype), None, None, None, None
+
+
 def _wants_gradient(x: Tensor) -> bool:
     return x.requires_grad and torch.is_grad_enabled()
 
@@ -144,7 +197,7 @@ def _natively(
     """float32 [n, width] from the native kernel of that name; None where another road is taken: no kernel, a gradient
     wanted, more than `few` rows of activations. Raises ValueError for a bad index.
     """
-    level, packed = native.level(), None if _wants_gradient(x) else matrix.native()
+    level, packed = native.level(), matrix.native()
     if level is None or packed is None:
         return None
     many = _prefers_amx(level, operator, matrix, x.shape[0], compute_dtype)

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from hf_sparse import SparseAutoModelForCausalLM, WeightOnlyQuantConfig
-from hf_sparse.modeling import HybridMLP, Predictor, SkipRule, hybrid_blocks, use_pages
+from hf_sparse.modeling import HybridMLP, Predictor, SkipRule, hybrid_blocks, magnitude, use_pages
 from hf_sparse.quantization import instruction_sets
 
 QUICK = {"calibration_tokens": 64, "max_perplexity_increase": 0}
@@ -93,13 +93,13 @@ def predictor_of(block: HybridMLP, seed: int) -> Predictor:
 
 
 RULES: dict[str, tuple[SkipRule, bool, str]] = {  # rule, with a predictor, activation
-    "magnitude": (SkipRule("magnitude", 0.02), False, "silu"),
-    "everything": (SkipRule("magnitude", 0.0), False, "silu"),
-    "nothing": (SkipRule("magnitude", 1e9), False, "silu"),
+    "magnitude": (magnitude(gate=0.02), False, "silu"),
+    "everything": (magnitude(gate=0.0), False, "silu"),
+    "nothing": (magnitude(gate=1e9), False, "silu"),
     "exact": (SkipRule("exact"), False, "relu"),
     "predicted": (SkipRule("predicted"), True, "relu"),
     "predicted, silu": (SkipRule("predicted"), True, "silu"),
-    "predicted and magnitude": (SkipRule("magnitude", 0.02), True, "silu"),
+    "predicted and magnitude": (magnitude(gate=0.02), True, "silu"),
 }
 
 

@@ -21,7 +21,7 @@ from typer.testing import CliRunner, Result
 from hf_sparse import SparseAutoModelForCausalLM, WeightOnlyQuantConfig
 from hf_sparse.cli import app
 from hf_sparse.evaluation import Evaluation, bytes_per_token, evaluate, full_precision
-from hf_sparse.modeling import HybridMLP, SkipRule, hybrid_blocks, skipping
+from hf_sparse.modeling import HybridMLP, hybrid_blocks, magnitude, skipping
 from hf_sparse.texts import read_texts
 from tiny_models import VOCABULARY, plain_twin, prompt_ids, save_checkpoint, save_tokenizer
 
@@ -59,7 +59,7 @@ def model(directory: Path) -> Any:
     """With rules that skip: every layer another share."""
     made = load(directory)
     for number, block in enumerate(mlps(made)):
-        block.rule = SkipRule("magnitude", 0.02 + 0.03 * number)
+        block.rule = magnitude(gate=0.02 + 0.03 * number)
     return made
 
 
@@ -152,7 +152,7 @@ def test_bytes_per_token_count_what_is_read(case: str, read_whole: str | None, t
     assert bytes_per_token(model) == bytes_per_token(model, rules=False) == every
     skipped = 0.0
     for number, block in enumerate(mlps(model)):
-        block.rule = SkipRule("magnitude", 0.1)
+        block.rule = magnitude(gate=0.1)
         block.counters.copy_(torch.tensor([30 + number, 100]))
         for name, matrix in block.shards[0].matrices.items():
             if name == "gate_up_proj":

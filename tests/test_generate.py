@@ -16,7 +16,7 @@ from transformers import (
 
 from hf_sparse import SparseAutoModelForCausalLM, WeightOnlyQuantConfig
 from hf_sparse.log import warn_once
-from hf_sparse.modeling import Placement, SkipRule, Tier, hybrid_blocks
+from hf_sparse.modeling import Placement, SkipRule, Tier, hybrid_blocks, magnitude
 from tiny_models import plain_twin, prompt_ids, save_checkpoint, save_tokenizer
 
 QUICK = {"calibration_tokens": 64, "max_perplexity_increase": 0}
@@ -115,7 +115,7 @@ def test_scores_and_hidden_states_are_returned(pair):
 def test_each_row_of_a_left_padded_batch_equals_its_solo_run(model):
     for block in hybrid_blocks(model):
         if block.id.kind == "mlp":
-            block.rule = SkipRule("magnitude", 0.02)
+            block.rule = magnitude(gate=0.02)
     prompts = [prompt_ids(1, length, seed=length)[0] for length in (1, 4, 9)]
     width = max(map(len, prompts))
     ids = torch.stack([torch.cat([torch.zeros(width - len(p), dtype=torch.long), p]) for p in prompts])

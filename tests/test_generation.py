@@ -30,7 +30,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_sparse.model
 from hf_sparse import SparseAutoModelForCausalLM, WeightOnlyQuantConfig
-from hf_sparse.modeling import PagedCacheLayer, SkipRule, hybrid_blocks
+from hf_sparse.modeling import PagedCacheLayer, SkipRule, hybrid_blocks, magnitude
 from hf_sparse.quantization import NeuronMatrix, gathered_row_product, instruction_sets
 from tiny_models import prompt_ids, save_checkpoint, save_tokenizer
 from workers import generate_in_a_worker
@@ -59,7 +59,7 @@ def load(directory: Path) -> Any:
     model = SparseAutoModelForCausalLM.from_pretrained(directory, quantization_config=quantization, **QUICK)
     for block in hybrid_blocks(model):
         if block.id.kind == "mlp":
-            block.rule = SkipRule("magnitude", 0.02)
+            block.rule = magnitude(gate=0.02)
     return model
 
 
@@ -343,7 +343,7 @@ def test_a_hook_set_midway_is_called_from_then_on_and_changes_no_token(model: An
 def test_a_rule_changed_midway_applies_from_then_on(directory: Path) -> None:
     model = load(directory)
     ids = prompt_ids(1, 6)
-    nothing = SkipRule("magnitude", 1e9)
+    nothing = magnitude(gate=1e9)
 
     def skip_all() -> None:
         for block in hybrid_blocks(model):

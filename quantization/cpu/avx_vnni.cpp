@@ -5,7 +5,7 @@
 
 namespace hf_sparse {
 
-const Kernels avx_vnni_kernels = {quantize, dequantize, row_product, accumulate, active_neurons,
+const Kernels avx_vnni_kernels = {quantize, dequantize, turn, row_product, accumulate, input_product, active_neurons,
     decode_bytes, decode, nullptr, nullptr};
 
 }  // namespace hf_sparse

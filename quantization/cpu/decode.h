@@ -23,7 +23,7 @@ constexpr int64_t part_tokens = 64;  // of a page that a thread attends to at a 
 // Sizes of the largest layer of a step.
 struct Sizes {
     int64_t hidden = 0, width = 0, qkv = 0, heads = 0, attended = 0, queries = 0, neurons = 0, predictor = 0;
-    int64_t activations = 0, predictor_activations = 0, sums = 0;
+    int64_t activations = 0, predictor_activations = 0, sums = 0, list = 0;
 
     void take(const Matrix& matrix, int64_t* activation_bytes) {
         if (!matrix.cols) return;  // there is none; one without rows has activations all the same
@@ -39,11 +39,11 @@ struct Sizes {
         for (int64_t i = 0; i < step.layer_count; i++) {
             const Attention& a = step.layers[i]->attention;
             const Mlp& m = step.layers[i]->mlp;
-            qkv = larger(qkv, (a.heads + 2 * a.kv_heads) * a.head_dim);
+            qkv = larger(qkv, rounded_up(a.heads * a.head_dim, block_columns) + 2 * a.kv_heads * a.head_dim);
             heads = larger(heads, a.heads);
             attended = larger(attended, a.heads * a.head_dim);
             if (a.kv_heads) queries = larger(queries, a.heads / a.kv_heads);
-            neurons = larger(neurons, m.up.matrix.rows);
+            neurons = larger(neurons, rounded_up(m.up.matrix.rows, block_columns));
             predictor = larger(predictor, m.predictor.fc1.rows);
             take(a.q.matrix, &activations);
             take(m.up.matrix, &activations);
@@ -54,6 +54,7 @@ struct Sizes {
         }
         if (step.head) take(step.head->linear.matrix, &activations);
         width = larger(width, hidden);
+        list = larger(neurons, larger(attended, hidden));
     }
 };
 
@@ -110,8 +111,10 @@ struct Worker {
     float *x, *normed, *part;  // [width]
     float *q, *k;              // [qkv]
     float* scores;             // [queries, page_tokens]
-    float* values;             // [2 * neurons]
-    int64_t* list;             // [neurons]
+    float* values;             // [2 * list]
+    int64_t* list;             // [list]
+    int64_t* inputs;           // [hidden]
+    float* masked;             // [hidden]
     char *activations, *predictor_activations, *sums;
 
     Worker(Carver* carver, const Step& step_, const Sizes& sizes_, const Shared& shared_)
@@ -122,8 +125,10 @@ struct Worker {
         q = carver->take<float>(2 * sizes.qkv);
         k = q + sizes.qkv;
         scores = carver->take<float>(sizes.queries * page_tokens);
-        values = carver->take<float>(2 * sizes.neurons);
-        list = carver->take<int64_t>(sizes.neurons);
+        values = carver->take<float>(2 * sizes.list);
+        list = carver->take<int64_t>(sizes.list);
+        inputs = carver->take<int64_t>(sizes.hidden);
+        masked = carver->take<float>(sizes.hidden);
         activations = carver->take<char>(sizes.activations);
         predictor_activations = carver->take<char>(sizes.predictor_activations);
         sums = carver->take<char>(sizes.sums);
@@ -180,6 +185,42 @@ struct Worker {
         for (int64_t i = 0; i < count; i++) out[i] += linear.bias[list[i]];
     }
 
+    static float magnitude(float value) { return value < 0 ? -value : value; }
+
+    // Of the entries [first, last) of x those that are not below their thresholds (NaN is not); all where there are
+    // none -> to. Returns how many.
+    static int64_t keep(const float* below, const float* x, int64_t first, int64_t last, int64_t* to) {
+        int64_t count = 0;
+        for (int64_t i = first; i < last; i++) {
+            to[count] = i;
+            count += !below || !(magnitude(x[i]) < below[i]);
+        }
+        return count;
+    }
+
+    // Rows [first, last) of a linear layer that does not see the entries of `from` that are below their thresholds, and
+    // whose weights may be by input: `first` is then a whole block. Counts entries where thresholds are.
+    void sparse_linear(const Linear& layer, const float* below, const float* from, Compute compute, int64_t first,
+                       int64_t last, float* out, int64_t* counted) const {
+        const Matrix& matrix = layer.matrix;
+        const int64_t count = keep(below, from, 0, matrix.cols, inputs);
+        if (below && counted && thread == 0) {
+            counted[0] += count;
+            counted[1] += matrix.cols;
+        }
+        if (!matrix.by_input) {
+            std::memset(masked, 0, static_cast<size_t>(matrix.cols) * sizeof(float));
+            for (int64_t i = 0; i < count; i++) masked[inputs[i]] = from[inputs[i]];
+            return linear(layer, first, last, prepared(matrix, masked, compute, activations), out);
+        }
+        if (first >= last) return;
+        std::memcpy(masked, from, static_cast<size_t>(matrix.cols) * sizeof(float));
+        round_factors_to(compute, masked, 0, matrix.cols);
+        product_inputs(matrix, {inputs, count}, first, rounded_up(last, block_columns), masked, compute, out);
+        if (!layer.bias) return;
+        for (int64_t i = first; i < last; i++) out[i] += layer.bias[i];
+    }
+
     float* own_y(int block) const {
         float* y = shared.y[block] + thread * sizes.width;
         std::memset(y, 0, static_cast<size_t>(sizes.width) * sizeof(float));
@@ -209,16 +250,24 @@ struct Worker {
         }
     }
 
-    void attention(const Attention& a, const CacheTable& cache, const float* from) const {
+    void attention(const Attention& a, const CacheTable& cache, const float* from, int64_t* computed) const {
         const int64_t q_rows = a.heads * a.head_dim, kv_rows = a.kv_heads * a.head_dim;
         const int64_t all = q_rows + 2 * kv_rows, first = first_of(all), last = last_of(all);
-        const Activations rows = prepared(a.q.matrix, from, a.compute, activations);
-        const auto share = [&](const Linear& part, int64_t start, int64_t count, float* out) {
+        const auto share = [&](const Linear& part, int64_t start, int64_t count, const Activations& rows, float* out) {
             linear(part, larger(first - start, 0), smaller(last - start, count), rows, out);
         };
-        share(a.q, 0, q_rows, shared.q);
-        share(a.k, q_rows, kv_rows, shared.k);
-        share(a.v, q_rows + kv_rows, kv_rows, shared.v);
+        const float* below = step.rules ? a.inputs_below : nullptr;
+        if (below || a.q.matrix.by_input) {
+            const auto at_block = [&](int64_t row) {  // the nearest
+                return row >= q_rows ? q_rows : smaller((row + block_columns / 2) / block_columns * block_columns, q_rows);
+            };
+            sparse_linear(a.q, below, from, a.compute, at_block(first), at_block(last), shared.q,
+                          computed ? computed + 6 : nullptr);
+        }
+        const Activations rows = prepared(a.k.matrix, from, a.compute, activations);
+        if (!below && !a.q.matrix.by_input) share(a.q, 0, q_rows, rows, shared.q);
+        share(a.k, q_rows, kv_rows, rows, shared.k);
+        share(a.v, q_rows + kv_rows, kv_rows, rows, shared.v);
         wait_for_all();
 
         std::memcpy(q, shared.q, static_cast<size_t>(q_rows) * sizeof(float));
@@ -259,8 +308,23 @@ struct Worker {
         for (int64_t head = o_first / a.head_dim; head * a.head_dim < o_last; head++)
             merge_head(a, head, units, parts, larger(o_first, head * a.head_dim),
                        smaller(o_last, (head + 1) * a.head_dim));
+        if (step.rules && a.attended_below) {
+            const int64_t count = keep(a.attended_below, shared.attended, o_first, o_last, list);
+            for (int64_t i = 0; i < count; i++) values[i] = shared.attended[list[i]];
+            round_factors_to(a.compute, values, 0, count);
+            add_rows(a.o.matrix, {list, count}, 0, count, values, a.compute, sums, own_y(0));
+            count_kept(computed, 8, count, q_rows);
+            return;
+        }
         round_factors_to(a.compute, shared.attended, o_first, o_last);
         add_rows(a.o.matrix, {nullptr, q_rows}, o_first, o_last, shared.attended, a.compute, sums, own_y(0));
+    }
+
+    // Adds to `computed` at `place` what this thread kept, and once what was offered.
+    void count_kept(int64_t* computed, int place, int64_t kept, int64_t offered) const {
+        if (!computed) return;
+        __atomic_fetch_add(computed + place, kept, __ATOMIC_RELAXED);
+        if (thread == 0) computed[place + 1] += offered;
     }
 
     // Elements [first, last) of what a head attended to, from the threads that had tokens of it.
@@ -325,64 +389,95 @@ struct Worker {
     }
 
     void mlp(const Mlp& m, const float* from, int64_t* computed) const {
-        const int64_t neurons = m.up.matrix.rows, first = first_of(neurons), last = last_of(neurons);
         const Linear& gate = m.gate.matrix.codes ? m.gate : m.up;
         const bool gated = m.gate.matrix.codes != nullptr, rule = m.rule && step.rules;
+        const int64_t neurons = m.up.matrix.rows, blocks = (neurons + block_columns - 1) / block_columns;
+        const bool by_input = gate.matrix.by_input;
+        const int64_t first = by_input ? first_of(blocks) * block_columns : first_of(neurons);
+        const int64_t last = by_input ? smaller(last_of(blocks) * block_columns, neurons) : last_of(neurons);
+        const float* below = rule ? m.inputs_below : nullptr;
         float *gates = shared.gates, *ups = shared.ups;
-        const auto active = [&](float value) {
-            return m.threshold > 0 ? !((value < 0 ? -value : value) < m.threshold) : value != 0;
+        const auto own_gates = [&] {
+            if (below || by_input) {
+                sparse_linear(gate, below, from, m.compute, first, last, gates, computed);
+            } else {
+                linear(gate, first, last, prepared(gate.matrix, from, m.compute, activations), gates);
+            }
+            activate(m.activation, gates + first, last - first);
+        };
+        // What `up` multiplies; where the gate saw the same it is still there.
+        const auto for_up = [&] {
+            if (below || by_input) return prepared(m.up.matrix, from, m.compute, activations);
+            Activations rows;
+            ActivationMemory::place(&rows, activations, 1, m.up.matrix.cols, m.up.matrix.group_size,
+                                    compute_of(m.up.matrix, m.compute));
+            return rows;
         };
         if (!rule) {
-            const Activations rows = prepared(gate.matrix, from, m.compute, activations);
-            linear(gate, first, last, rows, gates);
-            activate(m.activation, gates + first, last - first);
+            own_gates();
             if (gated) {
-                linear(m.up, first, last, rows, ups);
+                linear(m.up, first, last, for_up(), ups);
                 for (int64_t i = first; i < last; i++) gates[i] *= ups[i];
             }
             round_factors_to(m.compute, gates, first, last);
             add_rows(m.down.matrix, {nullptr, neurons}, first, last, gates, m.compute, sums, own_y(1));
             return;
         }
-        if (computed && thread == 0) computed[1] += neurons;
-        const bool predicted = m.predictor.fc1.codes != nullptr;
-        float *gate_values = values, *up_values = values + sizes.neurons;
+        const auto active = [&](int64_t neuron, float value) {
+            return m.gates_below ? !(magnitude(value) < m.gates_below[neuron]) : value != 0;
+        };
+        float *gate_values = values, *up_values = values + sizes.list;
         int64_t count = 0;
-        if (predicted) {
+        if (m.predictor.fc1.codes) {
             predict(m.predictor, from, m.compute);
             wait_for_all();
-            const Activations rows = prepared(gate.matrix, from, m.compute, activations);
+            const float* seen = from;
+            if (below) {
+                const int64_t kept = keep(below, from, 0, gate.matrix.cols, inputs);
+                std::memset(masked, 0, static_cast<size_t>(gate.matrix.cols) * sizeof(float));
+                for (int64_t i = 0; i < kept; i++) masked[inputs[i]] = from[inputs[i]];
+                if (computed && thread == 0) computed[0] += kept, computed[1] += gate.matrix.cols;
+                seen = masked;
+            }
             const int64_t candidates = take_share();
-            linear(gate, list, candidates, rows, gate_values);
+            linear(gate, list, candidates, prepared(gate.matrix, seen, m.compute, activations), gate_values);
             activate(m.activation, gate_values, candidates);
             for (int64_t i = 0; i < candidates; i++) {
                 list[count] = list[i];
                 gate_values[count] = gate_values[i];
-                count += active(gate_values[i]);
+                count += active(list[i], gate_values[i]);
             }
-            if (gated) linear(m.up, list, count, rows, up_values);
         } else {
-            const Activations rows = prepared(gate.matrix, from, m.compute, activations);
-            linear(gate, first, last, rows, gates);
-            activate(m.activation, gates + first, last - first);
+            own_gates();
             int64_t own_count = 0;
             int64_t* own = shared.lists + thread * sizes.neurons;
             for (int64_t i = first; i < last; i++) {
                 own[own_count] = i;
-                own_count += active(gates[i]);
+                own_count += active(i, gates[i]);
             }
             shared.counts[8 * thread] = own_count;
             wait_for_all();
             count = take_share();
             for (int64_t i = 0; i < count; i++) gate_values[i] = gates[list[i]];
-            if (gated) linear(m.up, list, count, rows, up_values);
         }
+        count_kept(computed, 2, count, neurons);
         if (gated) {
+            linear(m.up, list, count, for_up(), up_values);
             for (int64_t i = 0; i < count; i++) gate_values[i] *= up_values[i];
         }
+        if (m.hidden_below) {
+            int64_t kept = 0;
+            for (int64_t i = 0; i < count; i++) {
+                const bool stays = !(magnitude(gate_values[i]) < m.hidden_below[list[i]]);
+                list[kept] = list[i];
+                gate_values[kept] = gate_values[i];
+                kept += stays;
+            }
+            count = kept;
+        }
+        count_kept(computed, 4, count, neurons);
         round_factors_to(m.compute, gate_values, 0, count);
         add_rows(m.down.matrix, {list, count}, 0, count, gate_values, m.compute, sums, own_y(1));
-        if (computed) __atomic_fetch_add(computed, count, __ATOMIC_RELAXED);
     }
 
     const float* norm(const float* weight, float epsilon, const float* from, float* to) const {
@@ -402,13 +497,14 @@ struct Worker {
             const Layer& layer = *step.layers[i];
             const Attention& a = layer.attention;
             const Mlp& m = layer.mlp;
+            int64_t* computed = step.computed ? step.computed + 10 * i : nullptr;
             if (a.q.matrix.codes) {
-                attention(a, step.caches[i], norm(layer.norms[0], layer.epsilon, x, normed));
+                attention(a, step.caches[i], norm(layer.norms[0], layer.epsilon, x, normed), computed);
                 wait_for_all();
                 if (!step.whole_layers) return output(0, a.o.bias);
                 add_block(0, a.o.bias, layer.norms[1], layer.epsilon);
             }
-            mlp(m, norm(layer.norms[2], layer.epsilon, x, normed), step.computed ? step.computed + 2 * i : nullptr);
+            mlp(m, norm(layer.norms[2], layer.epsilon, x, normed), computed);
             wait_for_all();
             if (!step.whole_layers) return output(1, m.down.bias);
             add_block(1, m.down.bias, layer.norms[3], layer.epsilon);

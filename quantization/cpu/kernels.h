@@ -20,6 +20,7 @@ struct Matrix {
     int64_t rows;
     int64_t cols;
     int64_t group_size;  // 32, 64 or 128
+    bool by_input;  // `codes` [columns, padded rows / 2] or [columns, padded rows]; `scales`, `offsets` [groups, padded rows]
 };
 
 enum Kind { four_bit, eight_bit, numbers };
@@ -61,8 +62,11 @@ struct Mlp {
     Predictor predictor;
     Activation activation;
     Compute compute;
-    bool rule;        // leave out neurons by their activated gate, and by the predictor where there is one
-    float threshold;  // of |activated gate|; 0: leave out exact zeros
+    bool rule;  // leave out neurons by their activated gate, and by the predictor where there is one
+    // Of magnitudes below which an entry is left out; null: gates that are zero, and none of the others.
+    const float* inputs_below;  // [columns of gate]: the gate does not see them
+    const float* gates_below;   // [neurons]: rows of up and down
+    const float* hidden_below;  // [neurons]: rows of down
 };
 
 struct Attention {
@@ -77,6 +81,8 @@ struct Attention {
     float softcap;   // 0: none
     int64_t window;  // tokens that a token sees, itself included; 0: all
     Compute compute;
+    const float* inputs_below;    // as in Mlp, [columns of q]: q does not see them
+    const float* attended_below;  // [heads * head_dim]: rows of o
 };
 
 struct Layer {
@@ -118,7 +124,9 @@ struct Step {
     const float* sin[2];
     const CacheTable* caches;  // one per layer
     bool rules;
-    int64_t* computed;  // [layers, 2]: where rules apply, neurons computed and offered are added; null: not asked for
+    // [layers, 5, 2]: where rules apply, entries kept and offered are added: of the MLP's input, gates and hidden, of the
+    // attention's input and what it attended to; null: not asked for
+    int64_t* computed;
     int threads;
 };
 
@@ -129,12 +137,18 @@ struct Kernels {
                      uint8_t* codes, uint16_t* scales, uint16_t* offsets, int threads);
     // -> out [selection.count, cols], float or bfloat16.
     void (*dequantize)(const Matrix& matrix, const Selection& selection, void* out, bool bf16, int threads);
+    // Codes of a matrix -> those of the transposed one; `packed`: two to a byte.
+    void (*turn)(const uint8_t* codes, bool packed, int64_t rows, int64_t cols, int64_t row_bytes, uint8_t* out,
+                 int64_t out_bytes, int threads);
     // x [n, cols] -> out [n, selection.count].
     void (*row_product)(const Matrix& matrix, const Selection& selection, const float* x, int64_t n, Compute compute,
                         float* out, int threads);
     // a [n, selection.count] -> out [n, cols].
     void (*accumulate)(const Matrix& matrix, const Selection& selection, const float* a, int64_t n, Compute compute,
                        float* out, int threads);
+    // Products with weights by input: x [cols], of which `inputs` are listed -> out [rows, rounded up to 128].
+    void (*input_product)(const Matrix& matrix, const Selection& inputs, const float* x, Compute compute, float* out,
+                          int threads);
     // Neurons whose score fc2 . relu(fc1 . x) + bias is above zero (or NaN) -> index, ascending. Returns how many.
     int64_t (*active_neurons)(const Predictor& predictor, const float* x, Compute compute, int64_t* index, int threads);
     // Bytes that decode() works in, and the step itself.

@@ -186,5 +186,6 @@ inline void decode_columns(const Row<kind>& row, Isa::Decoder<kind>& decoder, in
 #include "activations.h"
 #include "row_product.h"
 #include "accumulate.h"
+#include "input_product.h"
 #include "packing.h"
 #include "decode.h"

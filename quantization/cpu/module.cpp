@@ -114,6 +114,12 @@ bool dequantize(int level, const Matrix& matrix, uintptr_t index, int64_t count,
     return true;
 }
 
+void turn(int level, uintptr_t codes, bool packed, int64_t rows, int64_t cols, int64_t row_bytes, uintptr_t out,
+          int64_t out_bytes, int threads) {
+    by_level[level]->turn(pointer<const uint8_t>(codes), packed, rows, cols, row_bytes, pointer<uint8_t>(out), out_bytes,
+                          threads);
+}
+
 bool row_product(int level, const Matrix& matrix, uintptr_t index, int64_t count, uintptr_t x, int64_t n, int compute,
                  uintptr_t out, int threads) {
     const Selection selection{pointer<const int64_t>(index), count};
@@ -129,6 +135,15 @@ bool accumulate(int level, const Matrix& matrix, uintptr_t index, int64_t count,
     if (!strictly_ascending(selection, matrix.rows)) return false;
     by_level[level]->accumulate(matrix, selection, pointer<const float>(a), n, static_cast<Compute>(compute),
                                 pointer<float>(out), threads);
+    return true;
+}
+
+bool input_product(int level, const Matrix& matrix, uintptr_t index, int64_t count, uintptr_t x, int compute,
+                   uintptr_t out, int threads) {
+    const Selection inputs{pointer<const int64_t>(index), count};
+    if (!strictly_ascending(inputs, matrix.cols)) return false;
+    by_level[level]->input_product(matrix, inputs, pointer<const float>(x), static_cast<Compute>(compute),
+                                   pointer<float>(out), threads);
     return true;
 }
 
@@ -232,9 +247,10 @@ NB_MODULE(_kernels, module) {
 
     nb::class_<Matrix>(module, "Matrix")
         .def("__init__", [](Matrix* self, uintptr_t codes, uintptr_t scales, uintptr_t offsets, uintptr_t table,
-                            int64_t rows, int64_t cols, int64_t group_size) {
+                            int64_t rows, int64_t cols, int64_t group_size, bool by_input) {
             new (self) Matrix{pointer<const uint8_t>(codes), pointer<const uint16_t>(scales),
-                              pointer<const uint16_t>(offsets), pointer<const int8_t>(table), rows, cols, group_size};
+                              pointer<const uint16_t>(offsets), pointer<const int8_t>(table), rows, cols, group_size,
+                              by_input};
         });
     nb::class_<Rule>(module, "Rule")
         .def("__init__", [](Rule* self, uintptr_t thresholds, float divisor, bool signed_peak, bool offset) {
@@ -259,7 +275,11 @@ NB_MODULE(_kernels, module) {
         .def_rw("gate", &Mlp::gate)
         .def_rw("predictor", &Mlp::predictor)
         .def_rw("rule", &Mlp::rule)
-        .def_rw("threshold", &Mlp::threshold);
+        .def("set_thresholds", [](Mlp& self, uintptr_t inputs, uintptr_t gates, uintptr_t hidden) {
+            self.inputs_below = pointer<const float>(inputs);
+            self.gates_below = pointer<const float>(gates);
+            self.hidden_below = pointer<const float>(hidden);
+        });
     nb::class_<Attention>(module, "Attention")
         .def("__init__",
              [](Attention* self, const Linear& q, const Linear& k, const Linear& v, const Linear& o, int64_t heads,
@@ -288,6 +308,11 @@ NB_MODULE(_kernels, module) {
                  self.rotation = rotation;
                  self.rotary_dim = rotary_dim;
              })
+        .def("set_thresholds",
+             [](Attention& self, uintptr_t inputs, uintptr_t attended) {
+                 self.inputs_below = pointer<const float>(inputs);
+                 self.attended_below = pointer<const float>(attended);
+             })
         .def_rw("softcap", &Attention::softcap)
         .def_rw("window", &Attention::window);
     nb::class_<Layer>(module, "Layer")
@@ -315,8 +340,10 @@ NB_MODULE(_kernels, module) {
     module.def("levels", &levels);
     module.def("quantize", &quantize, Unlocked());
     module.def("dequantize", &dequantize, Unlocked());
+    module.def("turn", &turn, Unlocked());
     module.def("row_product", &row_product, Unlocked());
     module.def("accumulate", &accumulate, Unlocked());
+    module.def("input_product", &input_product, Unlocked());
     module.def("has_many", &has_many);
     module.def("many_row_product", &many_row_product, Unlocked());
     module.def("many_accumulate", &many_accumulate, Unlocked());

@@ -107,5 +107,34 @@ void dequantize(const Matrix& matrix, const Selection& selection, void* out, boo
     }
 }
 
+// Codes [rows, row_bytes] -> those of the columns as rows, [cols, out_bytes], which may have room for more; that is zero.
+void turn(const uint8_t* codes, bool packed, int64_t rows, int64_t cols, int64_t row_bytes, uint8_t* out,
+          int64_t out_bytes, int threads) {
+    const int64_t out_columns = packed ? 2 * out_bytes : out_bytes, side = 32, bytes = packed ? side / 2 : side;
+#pragma omp parallel for num_threads(useful_threads(threads, rows* cols))
+    for (int64_t from_column = 0; from_column < cols; from_column += side) {
+        const int64_t columns = smaller(side, cols - from_column);
+        for (int64_t from_row = 0; from_row < out_columns; from_row += side) {
+            uint8_t turned[side][side] = {};  // [column][row]
+            for (int64_t r = 0; r < smaller(side, rows - from_row); r++) {
+                const uint8_t* row = codes + (from_row + r) * row_bytes + (packed ? from_column / 2 : from_column);
+                if (packed) {
+                    for (int64_t c = 0; c < 16; c++) {
+                        turned[c][r] = row[c] & 15;
+                        turned[c + 16][r] = row[c] >> 4;
+                    }
+                } else {
+                    for (int64_t c = 0; c < columns; c++) turned[c][r] = row[c];
+                }
+            }
+            for (int64_t c = 0; c < columns; c++) {
+                uint8_t* to = out + (from_column + c) * out_bytes + (packed ? from_row / 2 : from_row);
+                for (int64_t k = 0; k < bytes; k++)
+                    to[k] = packed ? static_cast<uint8_t>(turned[c][k] | turned[c][k + 16] << 4) : turned[c][k];
+            }
+        }
+    }
+}
+
 }  // namespace
 }  // namespace hf_sparse

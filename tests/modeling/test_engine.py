@@ -24,7 +24,7 @@ from engine_steps import (
     through_modules,
 )
 from hf_sparse import SparseAutoModelForCausalLM
-from hf_sparse.modeling import FAMILIES, NotUsual, SkipRule, engine_of, hybrid_blocks
+from hf_sparse.modeling import FAMILIES, NotUsual, SkipRule, engine_of, hybrid_blocks, magnitude
 from hf_sparse.quantization import instruction_sets
 from tiny_models import CASES, plain_twin, prompt_ids
 
@@ -95,7 +95,7 @@ def test_any_number_of_threads(
     threads(count)
     model = load(saved("llama"), "nf4", compute_dtype)
     for block in mlps(model):
-        block.rule = SkipRule("magnitude", 0.01)
+        block.rule = magnitude(gate=0.01)
     ids = prompt_ids(1, 75)
     steps = decoded(model, ids)
     assert torch.equal(decoded(model, ids), steps)  # a number of threads repeats itself

@@ -19,7 +19,7 @@ from engine_steps import (
     set_rule,
     through_modules,
 )
-from hf_sparse.modeling import SkipRule, skipping
+from hf_sparse.modeling import SkipRule, magnitude, skipping
 from tiny_models import plain_twin, prompt_ids
 
 pytestmark = needs_kernels
@@ -81,7 +81,7 @@ def test_another_rule_or_predictor_takes_effect_at_once(saved: Save, native_step
             assert_near(steps, decoded(model, ids))
     set_rule(model, "magnitude")
     before = decoded(model, ids)
-    mlps(model)[1].rule = SkipRule("magnitude", 0.04)  # one block is enough
+    mlps(model)[1].rule = magnitude(gate=0.04)  # one block is enough
     assert (decoded(model, ids) - before).abs().max() > 1e-4
     for block in mlps(model):
         block.rule, block.predictor = SkipRule(), None

@@ -16,6 +16,7 @@ from hf_sparse.modeling import (
     Tier,
     WeightFormat,
     gives_exact_zeros,
+    magnitude,
     skipping,
 )
 from hf_sparse.modeling.block import BlockSpec, Projection
@@ -109,7 +110,7 @@ def test_exact_rule_changes_nothing_and_skips(shape, tiers, rows):
 def test_magnitude_rule_leaves_out_what_lies_below_the_threshold(shape, tiers, rows):
     block, dense = make(shape, nn.SiLU(), "nf4")
     place(block, tiers)
-    block.rule = SkipRule("magnitude", 0.2)
+    block.rule = magnitude(gate=0.2)
     x = torch.randn(rows, D_MODEL, generator=torch.Generator().manual_seed(rows))
     with skipping("always"):
         out = block(x)
@@ -120,7 +121,7 @@ def test_magnitude_rule_leaves_out_what_lies_below_the_threshold(shape, tiers, r
 def test_each_row_of_a_batch_equals_its_solo_run():
     block, _ = make("gated", nn.SiLU(), "nf4", "fp32")
     place(block, 2)
-    block.rule = SkipRule("magnitude", 0.3)
+    block.rule = magnitude(gate=0.3)
     x = torch.randn(5, D_MODEL, generator=torch.Generator().manual_seed(7))
     with skipping("always"):
         torch.testing.assert_close(block(x), torch.cat([block(row[None]) for row in x]), rtol=1e-3, atol=1e-4)
@@ -131,9 +132,9 @@ def test_nothing_active_and_everything_active():
     place(block, 2)
     x = torch.randn(2, D_MODEL, generator=torch.Generator().manual_seed(8))
     with skipping("always"):
-        block.rule = SkipRule("magnitude", 1e9)
+        block.rule = magnitude(gate=1e9)
         torch.testing.assert_close(block(x), block.output_bias.expand(2, -1))
-        block.rule = SkipRule("magnitude", 0.0)
+        block.rule = magnitude(gate=0.0)
         torch.testing.assert_close(block(x), dense(x), rtol=1e-4, atol=1e-5)
 
 
@@ -203,7 +204,7 @@ FORMS = {
 }
 RULES = {
     "none": (SkipRule(), False),
-    "magnitude": (SkipRule("magnitude", 0.2), False),
+    "magnitude": (magnitude(gate=0.2), False),
     "predicted": (SkipRule("predicted"), True),
 }
 NAMED_ACTIVATIONS = {
@@ -293,7 +294,7 @@ def test_every_activation_and_size(isa, name, shape, use_instruction_set, native
         block = load(shape, NAMED_ACTIVATIONS[name], WeightFormat("nf4", 32), sizes=sizes, seed=number)
         place(block, 1)
         x = 2 * torch.randn(1, sizes[0], generator=torch.Generator().manual_seed(number))
-        rules = [SkipRule(), SkipRule("magnitude", 0.5)]
+        rules = [SkipRule(), magnitude(gate=0.5)]
         if gives_exact_zeros(block.activation):  # others are zero only where they run out of digits
             rules.append(SkipRule("exact"))
         for rule in rules:

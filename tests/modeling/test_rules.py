@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from hf_sparse.modeling import SkipRule, gives_exact_zeros, note_forward, rules_apply, skipping
+from hf_sparse.modeling import SkipRule, gives_exact_zeros, magnitude, note_forward, rules_apply, skipping
 
 
 @pytest.mark.parametrize(
@@ -23,10 +23,10 @@ def test_exact_rule_keeps_what_is_not_zero():
 
 def test_magnitude_rule_keeps_what_reaches_the_threshold_and_nan():
     gate = torch.tensor([[0.1, -0.2, 0.3, math.nan]])
-    assert SkipRule("magnitude", 0.2).active(gate).tolist() == [[False, True, True, True]]
+    assert magnitude(gate=0.2).active(gate).tolist() == [[False, True, True, True]]
 
 
-@pytest.mark.parametrize("rule", [SkipRule(), SkipRule("exact"), SkipRule("magnitude", 0.25), SkipRule("predicted")])
+@pytest.mark.parametrize("rule", [SkipRule(), SkipRule("exact"), magnitude(gate=0.25), SkipRule("predicted")])
 def test_a_rule_survives_json(rule):
     assert SkipRule.from_dict(rule.to_dict()) == rule
 

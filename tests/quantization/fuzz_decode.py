@@ -146,7 +146,7 @@ class Mlp:
         if self.gate is not None:
             self.made.gate = self.gate.handle
         self.made.rule = self.rule = rng.random() < 0.6
-        self.made.threshold = self.threshold = rng.choice((0.0, 0.05, 0.3, 1e9)) if self.rule else 0.0
+        self.threshold = rng.choice((0.0, 0.05, 0.3, 1e9)) if self.rule else 0.0
         self.predictor = None
         if self.rule and rng.random() < 0.5:
             width = case.size(40)

@@ -1,0 +1,140 @@
+// Products with weights that are stored by input, of one row of activations: what an input that is left out would
+// multiply is not read. Part of loops.h.
+#pragma once
+
+namespace hf_sparse {
+namespace {
+
+// Rows of a matrix by input, of which each input holds one code; multiples of this are what threads share out.
+inline int64_t padded_rows(const Matrix& matrix) { return rounded_up(matrix.rows, block_columns); }
+
+// A run of inputs that share their scales.
+struct InputGroup {
+    const uint16_t *scales, *offsets;  // bfloat16 [padded rows]
+    const int64_t* inputs;
+    int64_t count;
+
+    InputGroup(const Matrix& matrix, const Selection& inputs_, int64_t at) : inputs(inputs_.index + at), count(0) {
+        const int64_t group = inputs[0] / matrix.group_size, stop = (group + 1) * matrix.group_size;
+        while (at + count < inputs_.count && inputs[count] < stop) count++;
+        scales = matrix.scales + group * padded_rows(matrix);
+        offsets = matrix.offsets ? matrix.offsets + group * padded_rows(matrix) : nullptr;
+    }
+};
+
+// y[first .. last) += scales * sums[0 .. last - first) + offsets * total, the sum of the group's activations.
+inline void add_scaled(const InputGroup& group, float total, const float* sums, int64_t first, int64_t last, float* y) {
+    for (int64_t c = first; c < last; c += Isa::width)
+        Isa::store(y + c, Isa::fma(Isa::load(sums + c - first), Isa::load(group.scales + c), Isa::load(y + c)));
+    if (!group.offsets) return;
+    const Vec all = Isa::set1(total);
+    for (int64_t c = first; c < last; c += Isa::width)
+        Isa::store(y + c, Isa::fma(all, Isa::load(group.offsets + c), Isa::load(y + c)));
+}
+
+template <Kind kind>
+void inputs_as_floats(const Matrix& matrix, const InputGroup& group, const float* x, int64_t first, int64_t last,
+                      float* y) {
+    Isa::Decoder<kind> decoder(matrix.table);
+    decoder.scale(1.0f);
+    float total = 0;
+    for (int64_t i = 0; i < group.count; i++) total += x[group.inputs[i]];
+    const int64_t row_bytes = Row<kind>::columns_to_bytes(padded_rows(matrix));
+    for (int64_t c = first; c < last; c += block) {
+        Vec sums[vecs];
+        for (Vec& sum : sums) sum = Isa::zero();
+        for (int64_t i = 0; i < group.count; i++) {
+            const int64_t input = group.inputs[i];
+            const Vec factor = Isa::set1(x[input]);
+            Vec weights[vecs];
+            decoder.decode(matrix.codes + input * row_bytes + Row<kind>::columns_to_bytes(c), weights);
+            for (int k = 0; k < vecs; k++) sums[k] = Isa::fma(factor, weights[k], sums[k]);
+        }
+        float of_block[block];
+        for (int k = 0; k < vecs; k++) Isa::store(of_block + k * Isa::width, sums[k]);
+        add_scaled(group, total, of_block, c, c + block, y);
+    }
+}
+
+// The same in integers: activations rounded to 16 bits as for a product by rows.
+template <Kind kind, typename Vectors = Isa>  // a parameter: some have no such operations
+void inputs_as_integers(const Matrix& matrix, const InputGroup& group, const Selection& next, const float* x,
+                        int64_t first, int64_t last, float* y) {
+    using Block = typename Vectors::template SumBlock<kind, 128>;  // of one scale, whatever the size of the groups
+    const Isa::Table table(matrix.table);
+    const int64_t row_bytes = Row<kind>::columns_to_bytes(padded_rows(matrix));
+    const int64_t padded = rounded_up(group.count, 8);
+    float largest = 0;
+    for (int64_t i = 0; i < group.count; i++) {
+        const float value = x[group.inputs[i]], magnitude = value < 0 ? -value : value;
+        largest = magnitude > largest ? magnitude : largest;
+    }
+    const float scale = largest / whole_limit;
+    uint32_t low[32] = {}, high[32] = {};
+    const uint8_t *codes[128], *later[128];
+    int32_t total = 0;
+    for (int64_t i = 0; i < padded; i++) {
+        const int64_t input = group.inputs[smaller(i, group.count - 1)];
+        codes[i] = matrix.codes + input * row_bytes;
+        later[i] = next.count ? matrix.codes + next.index[smaller(i, next.count - 1)] * row_bytes : codes[i];
+        if (i >= group.count || scale < smallest_scale) continue;
+        const int32_t number = static_cast<int32_t>(to_whole(x[input] / scale, whole_limit));
+        total += number;
+        low[i / 4] |= static_cast<uint32_t>(number & 255) << 8 * (i % 4);
+        high[i / 4] |= static_cast<uint32_t>((number + 128) >> 8 & 255) << 8 * (i % 4);
+    }
+    const int32_t constant = -128 * total;
+    for (int64_t c = first; c < last; c += Block::columns) {
+        alignas(64) int32_t sums[block_columns];
+        float scaled[block_columns] = {};
+        const int64_t byte = Row<kind>::columns_to_bytes(c);
+        Block::start(&constant, sums);
+        for (int64_t i = 0; i < padded; i += 8) {
+            for (int64_t k = i; k < i + 8; k++) prefetch(later[k] + byte);
+            Block::add_8_rows(codes + i, byte, row_bytes - byte, table, low + i / 4, high + i / 4, 1, sums);
+        }
+        Block::finish(sums, &scale, scaled);
+        add_scaled(group, scale * static_cast<float>(total), scaled, c, c + Block::columns, y);
+    }
+}
+
+// Rows [first, last), multiples of block_columns, of the inputs that `inputs` lists (never null) times x [cols] -> y.
+inline void product_inputs(const Matrix& matrix, const Selection& inputs, int64_t first, int64_t last, const float* x,
+                           Compute compute, float* y) {
+    bool finite = true;
+    for (int64_t i = 0; i < inputs.count; i++) finite = finite && (bits_of(x[inputs.index[i]]) & 0x7fffffff) < 0x7f800000;
+    const Vec start = Isa::set1(finite || compute != int8 ? 0.0f : NAN);
+    for (int64_t c = first; c < last; c += Isa::width) Isa::store(y + c, start);
+    if (!finite && compute == int8) return;
+    const auto of_kind = [&](auto which) {
+        constexpr Kind kind = static_cast<Kind>(decltype(which)::value);
+        for (int64_t at = 0; at < inputs.count;) {
+            const InputGroup group(matrix, inputs, at);
+            at += group.count;
+            if constexpr (Isa::sums_rows) {
+                const Selection next{inputs.index + at, smaller(inputs.count - at, group.count)};
+                if (compute == int8) {
+                    inputs_as_integers<kind>(matrix, group, next, x, first, last, y);
+                    continue;
+                }
+            }
+            inputs_as_floats<kind>(matrix, group, x, first, last, y);
+        }
+    };
+    if (matrix.table) return of_kind(Size<four_bit>());
+    of_kind(Size<eight_bit>());
+}
+
+// x [cols] -> out [padded rows].
+void input_product(const Matrix& matrix, const Selection& inputs, const float* x, Compute compute, float* out,
+                   int threads) {
+    const int64_t units = padded_rows(matrix) / block_columns;
+    threads = static_cast<int>(smaller(useful_threads(threads, inputs.count * matrix.rows), units));
+#pragma omp parallel for num_threads(threads)
+    for (int part = 0; part < threads; part++)
+        product_inputs(matrix, inputs, units * part / threads * block_columns,
+                       units * (part + 1) / threads * block_columns, x, compute, out);
+}
+
+}  // namespace
+}  // namespace hf_sparse
