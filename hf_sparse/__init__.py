@@ -13,16 +13,25 @@ if TYPE_CHECKING:
     from .auto import SparseAutoModelForCausalLM
     from .config import SparseConfig, WeightOnlyQuantConfig
     from .plan import PlacementPlan
+    from .predictor_loading import load_predictors
 
 __version__ = "0.1.0"
 
-__all__ = ["PlacementPlan", "SparseAutoModelForCausalLM", "SparseConfig", "WeightOnlyQuantConfig", "__version__"]
+__all__ = [
+    "PlacementPlan",
+    "SparseAutoModelForCausalLM",
+    "SparseConfig",
+    "WeightOnlyQuantConfig",
+    "__version__",
+    "load_predictors",
+]
 
 _MODULE_OF = {
     "PlacementPlan": "plan",
     "SparseAutoModelForCausalLM": "auto",
     "SparseConfig": "config",
     "WeightOnlyQuantConfig": "config",
+    "load_predictors": "predictor_loading",
 }
 
 

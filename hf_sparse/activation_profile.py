@@ -13,7 +13,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hf_sparse.modeling import BlockId, HybridBlock, HybridMLP, Place, hybrid_blocks, skipping
+from hf_sparse.quantization import NeuronMatrix
 
 from .log import logger, warn_once
 from .model import SparseMixin
 
-SAMPLED = 1 << 15  # values of a place, for quantiles
+SAMPLED = 1 << 13  # values of a place, for quantiles
 QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
 SAVE_SECONDS = 20.0
 KINDS = ("prompt", "generated")  # of tokens
@@ -38,8 +39,8 @@ KINDS = ("prompt", "generated")  # of tokens
 class PlaceProfile:
     """Of one place of a block; tensors are float32 [entries], means over tokens. `active`: how often the entry is not
     zero. `mean`, `spread`: of its magnitude (mean and standard deviation). `sensitivity`: root mean square of the
-    loss's gradient, nats. `quantiles`: of the magnitudes of all entries, at QUANTILES. `by_kind`: `mean` of "prompt" and of
-    "generated" tokens, for those kinds that there were.
+    loss's gradient, nats. `quantiles`: of the magnitudes of all entries, at QUANTILES. `by_kind`: `mean` of "prompt"
+    and of "generated" tokens, for those kinds that there were.
     """
 
     active: Tensor
@@ -63,15 +64,21 @@ class ActivationProfile:
         self.tokens = torch.zeros(len(KINDS), dtype=torch.float64, device="cpu")
 
     def measure(
-        self, rows: Tensor, generated: Tensor, aside: Path | None = None, progress: Callable[[int], None] | None = None
+        self,
+        rows: Tensor,
+        generated: Tensor,
+        aside: Path | None = None,
+        progress: Callable[[int], None] | None = None,
+        of: str = "",
     ) -> None:
         """Adds what `rows`, int64 [rows, tokens], show. `generated`: bool, the same shape: tokens that a model wrote.
         `aside`: a file that is written now and then, so that the same call goes on from there after a kill, and that is
-        there no more at the end. `progress` is told the number of tokens measured.
+        there no more at the end; `of` says whose activations are in it. `progress` is told the number of tokens
+        measured.
 
         Raises ValueError where the model computes NaN or infinity.
         """
-        key = _key(rows, generated)
+        key = _key(rows, generated, of)
         if aside is not None:
             self._resume(aside, key)
             if progress is not None:
@@ -86,7 +93,8 @@ class ActivationProfile:
                 self._save(aside, key)
                 saved = time.monotonic()
         if aside is not None:
-            aside.unlink(missing_ok=True)
+            with suppress(OSError):  # where it could not be written it is not there
+                aside.unlink()
 
     def _measure_row(self, row: Tensor, generated: Tensor) -> None:
         kinds = torch.stack((~generated, generated)).to(torch.float32)
@@ -111,8 +119,8 @@ class ActivationProfile:
                 f"layer {block.id.layer}: the {part} computes NaN or infinite activations on the calibration text"
             )
         sums = self.sums.setdefault((block.id, place), torch.zeros(len(KINDS), 4, seen.shape[1], device="cpu"))
-        for part, values_of in enumerate(((seen != 0).float(), magnitude, magnitude.square())):
-            sums[:, part] += kinds @ values_of
+        for i, values_of in enumerate(((seen != 0).float(), magnitude, magnitude.square())):
+            sums[:, i] += kinds @ values_of
         self._sample(block.id, place, magnitude)
         out = values.view_as(values) if values.requires_grad else values.detach().requires_grad_()
 
@@ -123,11 +131,14 @@ class ActivationProfile:
         return out
 
     def _sample(self, id: BlockId, place: Place, magnitude: Tensor) -> None:
+        """Every value so far has the same chance to be among those kept."""
+        generator = torch.Generator().manual_seed(self.rows)  # so that a resumed run draws the same
+        drawn = torch.randint(magnitude.numel(), (SAMPLED,), generator=generator)
         found = self.samples.get((id, place))
-        values = magnitude.flatten()[:: max(1, magnitude.numel() // (SAMPLED // 8))]
+        values = magnitude.flatten()[drawn]
         if found is not None:
-            values = torch.cat((found, values))
-        self.samples[id, place] = values[::2].clone() if len(values) > SAMPLED else values.clone()
+            values = torch.where(torch.rand(SAMPLED, generator=generator) * (self.rows + 1) < 1, values, found)
+        self.samples[id, place] = values
 
     # What was found
 
@@ -168,6 +179,7 @@ class ActivationProfile:
             tensors |= {f"{id}.{place}.sums": sums, f"{id}.{place}.samples": self.samples[id, place]}
         written = aside.with_name(f"{aside.name}.{os.getpid()}.tmp")
         try:
+            aside.parent.mkdir(parents=True, exist_ok=True)
             save_file(tensors, written, metadata={"key": key, "rows": str(self.rows)})
             written.replace(aside)
         except OSError as error:
@@ -184,10 +196,14 @@ class ActivationProfile:
             if metadata.get("key") != key:
                 return  # of another text
             tensors = load_file(aside)
-            places = [(block.id, place) for block in hybrid_blocks(self.model) for place in block.places]
-            self.sums = {at: tensors[f"{at[0]}.{at[1]}.sums"] for at in places if f"{at[0]}.{at[1]}.sums" in tensors}
+            widths = {(b.id, place): b.width_of(place) for b in hybrid_blocks(self.model) for place in b.places}
+            self.sums = {at: tensors[f"{at[0]}.{at[1]}.sums"] for at in widths if f"{at[0]}.{at[1]}.sums" in tensors}
             self.samples = {at: tensors[f"{at[0]}.{at[1]}.samples"] for at in self.sums}
             self.tokens, self.rows = tensors["tokens"], int(metadata["rows"])
+            shapes = [(sums, [len(KINDS), 4, widths[at]]) for at, sums in self.sums.items()]
+            shapes += [(samples, [SAMPLED]) for samples in self.samples.values()]
+            if any(list(t.shape) != shape for t, shape in [*shapes, (self.tokens, [len(KINDS)])]):
+                raise ValueError("tensors of other shapes")
         except (OSError, SafetensorError, KeyError, ValueError) as error:
             logger.warning("What was calibrated before in %s cannot be read (%s): it begins anew", aside, error)
             self.__init__(self.model)  # type: ignore[misc]
@@ -215,8 +231,9 @@ def _without_weight_gradients(model: SparseMixin) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def _key(rows: Tensor, generated: Tensor) -> str:
-    digest = hashlib.sha256(rows.contiguous().numpy().tobytes())
+def _key(rows: Tensor, generated: Tensor, of: str) -> str:
+    digest = hashlib.sha256(f"{of} {list(rows.shape)}".encode())
+    digest.update(rows.contiguous().numpy().tobytes())
     digest.update(generated.contiguous().numpy().tobytes())
     return digest.hexdigest()
 
@@ -249,4 +266,6 @@ def row_bytes(block: HybridBlock, place: Place) -> int:
         return 0
     (shard,) = block.shards
     matrix = shard.matrices[name]
-    return matrix.nbytes // (matrix.cols if place == "input" else matrix.rows)
+    if place == "input":  # as they lie by neuron, whichever form they have now
+        return matrix.rows * NeuronMatrix.row_nbytes(matrix.cols, matrix.weight_dtype, matrix.group_size) // matrix.cols
+    return matrix.nbytes // matrix.rows

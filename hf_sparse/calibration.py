@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,8 @@ from .activation_profile import ActivationProfile, row_bytes, thresholds
 from .config import SparseConfig
 from .evaluation import perplexity, vocabulary_size
 from .log import logger, warn_once
-from .model import SparseMixin
-from .plan import BlockProfile, PlacementPlan, PlanKey
+from .model import SparseMixin, decoder_of
+from .plan import BlockProfile, PlacementPlan, PlanKey, PlannedPredictor
 from .predictor_training import train_predictors
 from .texts import read_texts, token_stream
 
@@ -55,16 +55,17 @@ def calibrate(
     mlps = {block.id: block for block in hybrid_blocks(model) if isinstance(block, HybridMLP)}
     with torch.no_grad(), _progress(model, options.calibration_tokens) as progress:
         progress.set_description("Calibrating (text)")
-        rows, generated = calibration_rows(model, tokenizer, options, directory)
+        rows, generated = calibration_rows(model, tokenizer, options, directory, key.checkpoint)
         training, held_out = rows[0::2], rows[1::2]
         progress.set_description("Calibrating (profile)")
         profile = ActivationProfile(model)
-        profile.measure(training, generated[0::2], None if directory is None else directory / PROFILE_ASIDE)
+        aside = None if directory is None else directory / PROFILE_ASIDE
+        profile.measure(training, generated[0::2], aside, of=key.checkpoint)
         dense = perplexity(model, held_out, "never")
         _check_dense(dense, vocabulary_size(model))
         progress.set_description("Calibrating (rules)")
         rules = {id: SkipRule("exact") for id, block in mlps.items() if has_exact_zeros(block)}
-        predictors: dict[BlockId, dict[str, Tensor]] = {}
+        predictors: dict[BlockId, PlannedPredictor] = {}
         limit = dense * (1 + options.max_perplexity_increase)
         search = Search(model, profile, rules, held_out)
         if options.target_sparsity is not None:
@@ -84,7 +85,8 @@ def calibrate(
         _set_rules(model, rules)
         model.reset_active_fraction()
         sparse = perplexity(model, held_out, "always") if any(r.kind != "none" for r in rules.values()) else dense
-        report = {
+        read = model.read_share() or 1.0
+        report: dict[str, Any] = {
             "tokens": rows.numel(),
             "held_out_tokens": held_out.numel(),
             "seconds": round(time.perf_counter() - began, 2),
@@ -92,7 +94,8 @@ def calibrate(
             "sparse_perplexity": sparse,
             "max_perplexity_increase": None if options.target_sparsity else options.max_perplexity_increase,
             "target_sparsity": options.target_sparsity,
-            "bytes_read_share": model.read_share() or 1.0,
+            "bytes_read_share": read,
+            "read_shares": {str(block.id): round(_read_share(block), 4) for block in hybrid_blocks(model)},
             "quantiles": _quantiles(profile),
         }
         blocks = {
@@ -100,7 +103,8 @@ def calibrate(
         }
         _set_rules(model, {})
     if directory is not None:
-        (directory / TEXT_ASIDE).unlink(missing_ok=True)
+        with suppress(OSError):  # where it could not be written it is not there
+            (directory / TEXT_ASIDE).unlink()
     logger.info(
         "Calibrated in %.0f s: perplexity on the calibration text %.2f dense, %.2f with the rules (%+.2f%%), which "
         "leave %.0f%% of the weights of the blocks unread.",
@@ -108,7 +112,7 @@ def calibrate(
         dense,
         sparse,
         100 * (sparse / dense - 1),
-        100 * (1 - report["bytes_read_share"]),
+        100 * (1 - read),
     )
     return PlacementPlan(
         key=key,
@@ -130,7 +134,7 @@ def _check_dense(perplexity: float, vocabulary: int) -> None:
     if perplexity > vocabulary:
         logger.warning(
             "The dense model's perplexity on the calibration text is %.4g, worse than guessing among its %d tokens: "
-            "model or tokenizer are broken, or the text is nothing that the model knows. Its rules are worth as little.",
+            "model or tokenizer are broken, or the text is nothing that the model knows. Its rules are worth no more.",
             perplexity,
             vocabulary,
         )
@@ -146,6 +150,13 @@ def _active(block: HybridBlock, profile: ActivationProfile) -> Tensor:
     return torch.full((block.neurons,), block.kept("gate"))
 
 
+def _read_share(block: HybridBlock) -> float:
+    """Of the bytes of its weights, its predictor's added to what is read, by counts since the last reset."""
+    predictor = block.predictor if isinstance(block, HybridMLP) else None
+    whole = sum(matrix.nbytes for shard in block.shards for matrix in shard.matrices.values())
+    return (block.read_bytes() + (0 if predictor is None else predictor.nbytes)) / whole
+
+
 def _quantiles(profile: ActivationProfile) -> dict[str, list[float]]:
     return {
         f"{block.id}.{place}": [float(f"{q:.4g}") for q in profile.at(block.id, place).quantiles]
@@ -157,17 +168,18 @@ def _quantiles(profile: ActivationProfile) -> dict[str, list[float]]:
 
 
 def calibration_rows(
-    model: SparseMixin, tokenizer: Any, options: SparseConfig, directory: Path | None
+    model: SparseMixin, tokenizer: Any, options: SparseConfig, directory: Path | None, checkpoint: str = ""
 ) -> tuple[Tensor, Tensor]:
     """Token ids int64 [rows, tokens], at least two rows: the user's texts, or the shipped prompts completed by the
-    model itself; and which of them a model wrote, bool. The latter are kept in `directory`, for a calibration that is
-    killed.
+    model itself; and which of them a model wrote, bool. The latter are kept in `directory`, for a calibration of the
+    same `checkpoint` that is killed.
     """
     positions = getattr(model.config, "max_position_embeddings", None) or ROW_TOKENS
     length = max(2, min(ROW_TOKENS, positions, options.calibration_tokens // 2))
     name, source = "calibration_texts", options.calibration_texts
     if source is None:
-        stream, generated = _kept_aside(directory, options, lambda: _self_generated(model, tokenizer, options, length))
+        settings = options.calibration_settings() | {"checkpoint": checkpoint}
+        stream, generated = _kept_aside(directory, settings, lambda: _self_generated(model, tokenizer, options, length))
     else:
         texts = read_texts(source, name=name, tokens=options.calibration_tokens)
         stream = token_stream(texts, tokenizer, vocabulary=vocabulary_size(model), name=name)
@@ -181,9 +193,9 @@ def calibration_rows(
     return stream[:whole].view(-1, length), generated[:whole].view(-1, length)
 
 
-def _kept_aside(directory: Path | None, options: SparseConfig, make: Callable[[], Any]) -> tuple[Tensor, Tensor]:
+def _kept_aside(directory: Path | None, of: dict[str, Any], make: Callable[[], Any]) -> tuple[Tensor, Tensor]:
     """What `make` gives, or gave to a calibration of these settings that was killed."""
-    settings = json.dumps(options.calibration_settings(), sort_keys=True)
+    settings = json.dumps(of, sort_keys=True)
     file = None if directory is None else directory / TEXT_ASIDE
     if file is not None and file.exists():
         try:
@@ -325,7 +337,7 @@ def _progress(model: SparseMixin, tokens: int) -> Iterator[Any]:
             left -= step
             bar.update(step)
 
-        handle = model.base_model.register_forward_hook(count)
+        handle = decoder_of(model).register_forward_hook(count)
         try:
             yield bar
         finally:

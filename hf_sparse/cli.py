@@ -81,6 +81,14 @@ HeadDtype = Annotated[
         metavar="TYPE", help="Of the head: as weights, or none: as it came. Default: int8.", rich_help_panel=LOADING
     ),
 ]
+TargetSparsity = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SHARE",
+        help="Instead: share of the blocks' weights to leave unread, whatever that costs.",
+        rich_help_panel=LOADING,
+    ),
+]
 MaxPerplexityIncrease = Annotated[
     float,
     typer.Option(
@@ -160,6 +168,7 @@ def run(
     group_size: GroupSize = None,
     head_dtype: HeadDtype = None,
     max_perplexity_increase: MaxPerplexityIncrease = 0.01,
+    target_sparsity: TargetSparsity = None,
     max_new_tokens: MaxNewTokens = 256,
     do_sample: DoSample = None,
     temperature: Temperature = None,
@@ -170,7 +179,8 @@ def run(
     if not prompt:
         raise ValueError("prompt: expected some text, got none")
     source = _source(model, gguf_file)
-    sparse = _load(source, gpu_budget, weight_dtype, compute_dtype, group_size, head_dtype, max_perplexity_increase)
+    rules = max_perplexity_increase, target_sparsity
+    sparse = _load(source, gpu_budget, weight_dtype, compute_dtype, group_size, head_dtype, *rules)
     if do_sample is None and temperature is not None:
         do_sample = True
     sampling = _given(do_sample=do_sample, temperature=temperature)
@@ -187,17 +197,20 @@ def plan(
     group_size: GroupSize = None,
     head_dtype: HeadDtype = None,
     max_perplexity_increase: MaxPerplexityIncrease = 0.01,
+    target_sparsity: TargetSparsity = None,
 ) -> None:
     """Calibrates the model, unless its plan is there already, and shows the plan."""
     source = _source(model, gguf_file)
-    sparse = _load(source, gpu_budget, weight_dtype, compute_dtype, group_size, head_dtype, max_perplexity_increase)
+    rules = max_perplexity_increase, target_sparsity
+    sparse = _load(source, gpu_budget, weight_dtype, compute_dtype, group_size, head_dtype, *rules)
     stdout.print(_rules_table(sparse))
     stdout.print(sparse.placement_summary())
     report = sparse.plan.calibration_report
     dense, skipping = report["dense_perplexity"], report["sparse_perplexity"]
     stdout.print(
         f"Perplexity {dense:.3f} with every neuron, {skipping:.3f} with these rules ({skipping / dense - 1:+.1%}), "
-        f"both of the stored weights on {report['held_out_tokens']} held-out tokens of the calibration text; "
+        f"both of the stored weights on {report['held_out_tokens']} held-out tokens of the calibration text; a token "
+        f"reads {report['bytes_read_share']:.1%} of the weights of the blocks; "
         f"{report['seconds']:.0f} s of calibration.",
         highlight=False,
         soft_wrap=True,
@@ -221,6 +234,7 @@ def evaluate(
     group_size: GroupSize = None,
     head_dtype: HeadDtype = None,
     max_perplexity_increase: MaxPerplexityIncrease = 0.01,
+    target_sparsity: TargetSparsity = None,
 ) -> None:
     """Compares the model with its rules, without them, and with the weights as they came."""
     from transformers import AutoTokenizer
@@ -234,7 +248,8 @@ def evaluate(
     if json_file is not None and not json_file.parent.is_dir():
         raise NotADirectoryError(f"json: got {json_file}, but there is no directory {json_file.parent}")
     source = _source(model, gguf_file)
-    sparse = _load(source, gpu_budget, weight_dtype, compute_dtype, group_size, head_dtype, max_perplexity_increase)
+    rules = max_perplexity_increase, target_sparsity
+    sparse = _load(source, gpu_budget, weight_dtype, compute_dtype, group_size, head_dtype, *rules)
     reference = evaluation.full_precision(*source.values(), dtype=sparse.dtype) if full_precision else None
     tokenizer = AutoTokenizer.from_pretrained(**source)
     found = evaluation.evaluate(sparse, tokenizer, texts, tokens=tokens, window=window, reference=reference)
@@ -283,6 +298,7 @@ def _load(
     group_size: int | None,
     head_dtype: str | None,
     max_perplexity_increase: float,
+    target_sparsity: float | None,
 ) -> SparseMixin:
     from .auto import SparseAutoModelForCausalLM
     from .config import WeightOnlyQuantConfig
@@ -298,6 +314,7 @@ def _load(
         quantization_config=quantization,
         gpu_budget=gpu_budget,
         max_perplexity_increase=max_perplexity_increase,
+        target_sparsity=target_sparsity,
     )
     return model
 
@@ -389,21 +406,21 @@ def _peak_memory(model: SparseMixin) -> list[tuple[str, int]]:
 
 
 def _rules_table(model: SparseMixin) -> Table:
-    """Consecutive layers with the same kind of rule share a row."""
+    """Consecutive layers with rules of the same kind at the same places share a row."""
     from itertools import groupby
 
     plan = model.plan
     table = Table(title=f"Skip rules ({plan.model_type})")
-    for heading in ("layers", "rule", "threshold", "MLP neurons computed"):
-        table.add_column(heading, justify="left" if heading in ("layers", "rule") else "right")
-    mlps = sorted((id for id in plan.rules if id.kind == "mlp"), key=lambda id: id.layer)
-    for kind, group in groupby(mlps, key=lambda id: plan.rules[id]["kind"]):
+    for heading in ("layers", "block", "rule", "thresholds", "weights read"):
+        table.add_column(heading, justify="right" if heading == "weights read" else "left")
+    read = plan.calibration_report.get("read_shares", {})
+    for (block, kind, places), group in groupby(
+        sorted(plan.rules, key=lambda id: (id.kind, id.layer)),
+        key=lambda id: (id.kind, plan.rules[id].kind, ", ".join(sorted(plan.rules[id].below))),
+    ):
         ids = list(group)
-        thresholds = [plan.rules[id]["threshold"] for id in ids if "threshold" in plan.rules[id]]
-        computed = [float(plan.blocks[id].active_fraction.mean()) for id in ids]
-        table.add_row(
-            _span([id.layer for id in ids], "{}"), str(kind), _span(thresholds, "{:.3g}"), _span(computed, "{:.0%}")
-        )
+        shares = [read[str(id)] for id in ids if str(id) in read]
+        table.add_row(_span([id.layer for id in ids], "{}"), block, kind, places, _span(shares, "{:.0%}"))
     return table
 
 

@@ -28,9 +28,9 @@ from hf_sparse.modeling import (
     PackedHead,
     PagedCacheLayer,
     Placement,
-    Predictor,
     SkipRule,
     engine_of,
+    family_of,
     hybrid_blocks,
     note_forward,
     skipping_mode,
@@ -84,8 +84,8 @@ class SparseMixin(PreTrainedModel, GenerationMixin):
             block.rule = plan.rules.get(block.id, SkipRule())
             block.reset_counters()
             if isinstance(block, HybridMLP):
-                tensors = plan.predictors.get(block.id)
-                block.predictor = None if tensors is None else Predictor.from_tensors(tensors, device)
+                planned = plan.predictors.get(block.id)
+                block.predictor = None if planned is None else planned.build(device)
         self.plan = plan
         self._engine_tried = False
 
@@ -345,8 +345,13 @@ class SparseMixin(PreTrainedModel, GenerationMixin):
         return _bare_model, (type(self).__mro__[2],), state
 
 
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """What holds the decoder layers, through which every forward pass goes; OPT's goes past the base model."""
+    return model.get_submodule(family_of(model.config.model_type).layers.rpartition(".")[0])
+
+
 def note_forward_pass(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of the base model: rules apply to tokens that are decoded one by one."""
+    """Forward pre-hook of the decoder: rules apply to tokens that are decoded one by one."""
     tokens = next(
         (t for t in (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if isinstance(t, Tensor)), None
     )
@@ -385,7 +390,7 @@ def _bare_model(cls: type[PreTrainedModel]) -> SparseMixin:
 def as_sparse(model: PreTrainedModel) -> SparseMixin:
     """`model`, whose blocks are hybrid, as an instance of `sparse_class`."""
     model.__class__ = sparse_class(type(model))  # type: ignore[arg-type]
-    model.base_model.register_forward_pre_hook(note_forward_pass, with_kwargs=True)
+    decoder_of(model).register_forward_pre_hook(note_forward_pass, with_kwargs=True)
     return model  # type: ignore[return-value]
 
 

@@ -13,7 +13,7 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from hf_sparse.modeling import BlockId, SkipRule
+from hf_sparse.modeling import BlockId, Predictor, SkipRule
 from hf_sparse.modeling.rules import PLACES, RULE_KINDS
+from hf_sparse.quantization import WEIGHT_DTYPES
 
 PLAN_JSON, PLAN_TENSORS = "plan.json", "plan.safetensors"
 FORMAT, FORMAT_VERSION = "hf_sparse.plan", 2
@@ -62,20 +63,47 @@ class BlockProfile:
     active_fraction: Tensor
 
 
+@dataclass(eq=False)
+class PlannedPredictor:
+    """`tensors`: `fc1` [r, d_model], `fc2` [neurons, r] and `bias` [neurons], floating. In use fc1, fc2 are stored in
+    `weight_dtype` and all take `nbytes`. On held-out text, all None for one that came from elsewhere: `recall`, share
+    of the active neurons that it names; `precision`, share of those it names that are active; `kept`, share of all
+    neurons that it names; `bytes_saved` for a token, against reading every gate.
+    """
+
+    tensors: dict[str, Tensor]
+    weight_dtype: str
+    nbytes: int
+    recall: float | None = None
+    precision: float | None = None
+    kept: float | None = None
+    bytes_saved: int | None = None
+
+    @property
+    def width(self) -> int:
+        return self.tensors["fc1"].shape[0]
+
+    def build(self, device: torch.device) -> Predictor:
+        return Predictor.from_tensors(self.tensors, device, self.weight_dtype)
+
+    def to_dict(self) -> dict[str, Any]:
+        """`width` and the fields but for the tensors: JSON values."""
+        return {"width": self.width} | {f.name: getattr(self, f.name) for f in fields(self) if f.name != "tensors"}
+
+
 @dataclass(eq=False, repr=False)
 class PlacementPlan:
     """Everything calibrated for one checkpoint. Profile, rules and predictors do not depend on budgets or hardware.
 
-    `rules[id]` is one for each MLP block at least. `predictors[id]` holds `fc1` [r, d_model],
-    `fc2` [neurons, r] and `bias` [neurons], floating, exactly where the rule's kind is "predicted".
-    `calibration_report` is any JSON value.
+    `rules[id]` is one for each MLP block at least. `predictors[id]` is there exactly where the rule's kind is
+    "predicted". `calibration_report` is any JSON value.
     """
 
     key: PlanKey
     model_type: str
     blocks: dict[BlockId, BlockProfile]
     rules: dict[BlockId, SkipRule]
-    predictors: dict[BlockId, dict[str, Tensor]]
+    predictors: dict[BlockId, PlannedPredictor]
     calibration_report: dict[str, Any]
     library_version: str
 
@@ -154,9 +182,7 @@ class PlacementPlan:
             if block.fields.get("rule") is not None:
                 plan.rules[id] = _read_rule(block.inner("rule"), id, tensors, packed)
                 if plan.rules[id].kind == "predicted":
-                    plan.predictors[id] = {
-                        name: take(tensors, packed, f"{id}.predictor.{name}") for name in _PREDICTOR_TENSORS
-                    }
+                    plan.predictors[id] = _read_predictor(block.inner("predictor"), id, tensors, packed)
         if tensors:
             raise PlanError(packed, sorted(tensors)[0], "a tensor of that name", "only tensors that plan.json asks for")
         _validate(plan, where)
@@ -199,8 +225,8 @@ class PlacementPlan:
                 if len(thresholds) != width:
                     raise PlanError("plan", f"blocks[{id}].rule.below.{place}", len(thresholds), f"{width} thresholds")
         for id, predictor in self.predictors.items():
-            if predictor["fc1"].shape[1] != hidden_size:
-                shape = list(predictor["fc1"].shape)
+            if predictor.tensors["fc1"].shape[1] != hidden_size:
+                shape = list(predictor.tensors["fc1"].shape)
                 raise PlanError(
                     "plan", f"blocks[{id}].predictor.fc1", shape, f"[r, {hidden_size}], the model's hidden size"
                 )
@@ -217,7 +243,7 @@ def _tensors(plan: PlacementPlan) -> dict[str, Tensor]:
     for id, rule in plan.rules.items():
         tensors.update({f"{id}.below.{place}": thresholds for place, thresholds in rule.below.items()})
     for id, predictor in plan.predictors.items():
-        tensors.update({f"{id}.predictor.{name}": predictor[name] for name in _PREDICTOR_TENSORS})
+        tensors.update({f"{id}.predictor.{name}": predictor.tensors[name] for name in _PREDICTOR_TENSORS})
     return tensors
 
 
@@ -230,6 +256,7 @@ def _to_json(plan: PlacementPlan, tensors_sha256: str) -> dict[str, Any]:
         "key": vars(plan.key),
         "blocks": {
             str(id): {"neurons": p.impact.numel(), "rule": _rule_to_json(plan.rules.get(id))}
+            | ({"predictor": plan.predictors[id].to_dict()} if id in plan.predictors else {})
             for id, p in plan.blocks.items()
         },
         "calibration_report": plan.calibration_report,
@@ -334,14 +361,40 @@ def _check_rule(rule: object, id: BlockId, neurons: int, where: object) -> None:
         check_tensor(thresholds, (torch.float32,), [width], where, f"{field}.below.{place}")
 
 
-def _check_predictor(predictor: Mapping[str, Tensor], neurons: int, where: object, field: str) -> None:
-    if set(predictor) != set(_PREDICTOR_TENSORS):
-        raise PlanError(where, field, sorted(predictor), f"the tensors {', '.join(_PREDICTOR_TENSORS)}")
-    fc1 = predictor["fc1"]
+def _read_predictor(read: JsonReader, id: BlockId, tensors: dict[str, Tensor], packed: Path) -> PlannedPredictor:
+    names = ["width", *(f.name for f in fields(PlannedPredictor) if f.name != "tensors")]
+    for name in names:
+        if name not in read.fields:
+            raise PlanError(read.where, read.field(name), "nothing", "a field of that name")
+    if unknown := sorted(set(read.fields) - set(names)):
+        raise PlanError(read.where, read.field(unknown[0]), read.fields[unknown[0]], "no such field in a predictor")
+    parts = {name: take(tensors, packed, f"{id}.predictor.{name}") for name in _PREDICTOR_TENSORS}
+    width = read.value("width", int)
+    if parts["fc1"].dim() == 2 and len(parts["fc1"]) != width:
+        raise PlanError(read.where, read.field("width"), width, f"{len(parts['fc1'])}, the rows of its fc1")
+    return PlannedPredictor(parts, **{name: read.fields[name] for name in names if name != "width"})
+
+
+def _check_predictor(predictor: object, neurons: int, where: object, field: str) -> None:
+    if not isinstance(predictor, PlannedPredictor):
+        raise PlanError(where, field, predictor, "a PlannedPredictor")
+    if set(predictor.tensors) != set(_PREDICTOR_TENSORS):
+        raise PlanError(where, field, sorted(predictor.tensors), f"the tensors {', '.join(_PREDICTOR_TENSORS)}")
+    fc1 = predictor.tensors["fc1"]
     rank, width = fc1.shape if isinstance(fc1, Tensor) and fc1.dim() == 2 else (1, 1)
     shapes = {"fc1": [max(1, rank), max(1, width)], "fc2": [neurons, max(1, rank)], "bias": [neurons]}
     for name, shape in shapes.items():
-        check_tensor(predictor[name], _FLOATS, shape, where, f"{field}.{name}")
+        check_tensor(predictor.tensors[name], _FLOATS, shape, where, f"{field}.{name}")
+    if predictor.weight_dtype not in WEIGHT_DTYPES:
+        raise PlanError(where, f"{field}.weight_dtype", predictor.weight_dtype, f"one of {', '.join(WEIGHT_DTYPES)}")
+    if type(predictor.nbytes) is not int or predictor.nbytes <= 0:
+        raise PlanError(where, f"{field}.nbytes", predictor.nbytes, "an integer > 0")
+    if type(predictor.bytes_saved) not in (int, type(None)):
+        raise PlanError(where, f"{field}.bytes_saved", predictor.bytes_saved, "an integer or null")
+    for name in ("recall", "precision", "kept"):
+        share = getattr(predictor, name)
+        if share is not None and not (type(share) in (int, float) and 0 <= share <= 1):
+            raise PlanError(where, f"{field}.{name}", share, "a number in 0..1 or null")
 
 
 # Reading

@@ -93,6 +93,7 @@ class HybridAttention(HybridBlock):
     def __init__(self, spec: BlockSpec, module: nn.Module) -> None:
         super().__init__(spec)
         self.skips_inputs_of = "q_proj" if "q_proj" in self.projections else None
+        self.takes = self.places if self.skips_inputs_of else ("output",)  # one matrix for q, k and v is read whole
         self._template = [module]  # in a list: it must not become a child, its projections are on the meta device
         for name, child in module.named_children():
             if name not in self.projections:

@@ -80,8 +80,8 @@ class Shard:
         return sum(m.nbytes for m in self.matrices.values()) + sum(t.numel() * t.element_size() for t in tensors)
 
 
-# (place, values [tokens, entries]) -> what the block goes on with: the values, or others of that shape. For calibration,
-# on one tier.
+# (place, values [tokens, entries]) -> what the block goes on with: the values, or others of that shape. For
+# calibration, on one tier.
 Probe = Callable[[Place, Tensor], Tensor]
 
 # Up to this many rows the union of what their tokens keep is gathered; beyond it nearly everything is kept by some row,
@@ -112,6 +112,7 @@ class HybridBlock(nn.Module):
         self._rule = SkipRule()
         self.probe: Probe | None = None
         self.places = PLACES[spec.id.kind]
+        self.takes = self.places  # where its rule may have thresholds
         self.counters = torch.zeros(len(self.places), 2, dtype=torch.int64, device="cpu")  # native code adds to it
 
     # Leaving out
@@ -122,12 +123,23 @@ class HybridBlock(nn.Module):
 
     @rule.setter
     def rule(self, rule: SkipRule) -> None:
-        """Raises ValueError for thresholds at a place that the block does not have."""
-        if alien := sorted(set(rule.below) - set(self.places)):
-            raise ValueError(f"{self.id} rule: expected thresholds at {', '.join(self.places)}, got {', '.join(alien)}")
+        """Raises ValueError for thresholds at a place that the block does not have, and for another number of them than
+        it has entries there, or one.
+        """
+        if alien := sorted(set(rule.below) - set(self.takes)):
+            raise ValueError(f"{self.id} rule: expected thresholds at {', '.join(self.takes)}, got {', '.join(alien)}")
+        for place, thresholds in rule.below.items():
+            if len(thresholds) not in (1, width := self.width_of(place)):
+                raise ValueError(f"{self.id} rule: below[{place!r}]: expected 1 or {width}, got {len(thresholds)}")
         self._rule = rule
         if self._store():
             self._placed()
+
+    def width_of(self, place: Place) -> int:
+        """Entries at `place` of the whole block: columns of what reads, rows of what writes."""
+        if place == "input":
+            return next(p.columns for p in self.projections.values() if not p.writes)
+        return next(sum(p.rows) * self.neurons for p in self.projections.values() if p.writes)
 
     def rule_now(self) -> SkipRule | None:
         """The rule, where it applies to the tokens that are computed now."""
@@ -159,7 +171,7 @@ class HybridBlock(nn.Module):
         return kept / offered if offered else 1.0
 
     def read_bytes(self) -> float:
-        """Of weights, per token, for the tokens to which rules applied since the last reset; all where there were none."""
+        """Of weights, per token to which rules applied since the last reset; all where there was none."""
         return sum(
             self.read_share_of(name, matrix) * matrix.nbytes
             for shard in self.shards

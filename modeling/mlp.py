@@ -158,9 +158,8 @@ class HybridMLP(HybridBlock):
         gate = self._activated(shard, seen, index, inputs if gather else None)
         if self.probe is not None:
             gate = self.probe("gate", gate)
-        if rule is not None:
-            kept = rule.keeps("gate", gate, self._positions(shard, index))
-            assert kept is not None
+        kept = None if rule is None else rule.keeps("gate", gate, self._positions(shard, index))
+        if kept is not None:
             if active is not None:
                 kept &= active if index is None else active[:, index]
             if gather:
@@ -169,11 +168,11 @@ class HybridMLP(HybridBlock):
                 gate, kept = gate[:, local], kept[:, local]
             self.count("gate", int(kept.sum()), len(x) * len(shard.neurons))
         hidden = gate if names.gate is None and not names.fused else gate * self._up(shard, x, index)
-        if rule is not None:
+        if kept is not None:
             hidden = torch.where(kept, hidden, 0.0)
         if self.probe is not None:
             hidden = self.probe("hidden", hidden)
-        if rule is not None:
+        if rule is not None and kept is not None:
             stays = rule.keeps("hidden", hidden, self._positions(shard, index))
             if stays is not None:
                 kept &= stays

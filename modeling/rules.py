@@ -36,7 +36,7 @@ class SkipRule:
     """
 
     kind: RuleKind = "none"
-    below: Mapping[str, Tensor] = field(default_factory=dict)
+    below: Mapping[Place, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.kind not in RULE_KINDS:
@@ -75,7 +75,7 @@ def magnitude(**below: float | Tensor) -> SkipRule:
     return SkipRule(
         "magnitude",
         {
-            p: v if isinstance(v, Tensor) else torch.tensor([v], dtype=torch.float32, device="cpu")
+            p: v if isinstance(v, Tensor) else torch.tensor([v], dtype=torch.float32, device="cpu")  # type: ignore[misc]
             for p, v in below.items()
         },
     )

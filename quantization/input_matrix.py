@@ -18,8 +18,8 @@ PADDED_ROWS = 128  # rows are padded to a multiple of it, with scales of zero
 
 class InputMatrix:
     """The same packed weights [rows, cols] as a NeuronMatrix, code for code and scale for scale; only where they lie
-    differs: `codes` uint8 [cols, padded rows / 2] or int8 [cols, padded rows], `scales` and, with "int4_asym",
-    `offsets` bfloat16 [groups of `group_size` columns, padded rows]. Immutable by convention.
+    differs: `codes` uint8 [padded cols, padded rows / 2] or int8 [padded cols, padded rows], `scales` and, with
+    "int4_asym", `offsets` bfloat16 [groups of `group_size` columns, padded rows]. Immutable by convention.
     """
 
     __slots__ = ("_native", "codes", "cols", "group_size", "offsets", "rows", "scales", "weight_dtype")
@@ -39,7 +39,8 @@ class InputMatrix:
         """Raises ValueError for a matrix that is not packed."""
         codes, scales, _ = matrix.packed()
         assert matrix.weight_dtype is not None
-        turned = _transposed(codes, matrix.weight_dtype, matrix.rows, matrix.cols, PADDED_ROWS)
+        padded = matrix.group_size * scales.shape[1]  # with them, so that the inverse gives the same bits
+        turned = _transposed(codes, matrix.weight_dtype, matrix.rows, padded, PADDED_ROWS)
         tensors = {"codes": turned, "scales": _padded(scales.T)}
         if matrix.offsets is not None:
             tensors["offsets"] = _padded(matrix.offsets.T)
@@ -47,7 +48,7 @@ class InputMatrix:
 
     def by_neuron(self) -> NeuronMatrix:
         """The inverse of `by_input`."""
-        codes = _transposed(self.codes, self.weight_dtype, self.cols, self.rows, self.group_size)
+        codes = _transposed(self.codes, self.weight_dtype, len(self.codes), self.rows, self.group_size)
         scales, offsets = (None if t is None else t.T[: self.rows].contiguous() for t in (self.scales, self.offsets))
         return NeuronMatrix(
             self.weight_dtype, self.group_size, self.rows, self.cols, codes=codes, scales=scales, offsets=offsets

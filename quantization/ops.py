@@ -95,16 +95,13 @@ def input_product(
     """y[i] = sum over the listed inputs j of x[i, j] * W[:, j]: `x` [n, cols] floating -> float32 [n, rows]. Inputs
     that are not listed are neither read nor multiplied.
 
-    `index`: int64, strictly ascending columns of W; None for all. `compute_dtype` as for `gathered_row_product`, which
-    gives the same for an x whose other entries are zero; where an instruction set sums floats only, "int8" takes x as
-    it is.
+    `index`: int32 or int64, strictly ascending columns of W; None for all. `compute_dtype` as for
+    `gathered_row_product`, which gives the same for an x whose other entries are zero; where an instruction set sums
+    floats only, "int8" takes x as it is.
 
     Raises ValueError for another shape, dtype, device or index.
     """
-    if x.dim() != 2 or x.shape[1] != matrix.cols or not x.is_floating_point():
-        raise ValueError(f"x: expected floating [n, {matrix.cols}], got {x.dtype} {list(x.shape)}")
-    if index is not None and (index.dtype != torch.int64 or index.dim() != 1):
-        raise ValueError(f"index: expected int64 [n], got {index.dtype} {list(index.shape)}")
+    index = _checked(matrix, x, "x", matrix.cols, index, compute_dtype)
     if fault := index_fault(index, matrix.cols):
         raise ValueError(fault.replace("rows", "inputs"))
     if index is not None:
@@ -118,7 +115,7 @@ def input_product(
         index = torch.arange(matrix.cols, device="cpu")
     out = torch.empty(1, matrix.scales.shape[1], dtype=torch.float32, device="cpu")
     rounded = reference.round_activations(x, "bf16", 0) if compute_dtype == "bf16" else x.to(torch.float32)
-    packed.input_product(level, rounded.contiguous(), index.contiguous(), compute_dtype, out)
+    packed.input_product(level, rounded.contiguous(), index, compute_dtype, out)
     return out[:, : matrix.rows]
 
 
@@ -154,7 +151,7 @@ def active_neurons(
 
 
 def _checked(
-    matrix: NeuronMatrix, x: Tensor, name: str, width: int, index: Tensor | None, compute_dtype: str
+    matrix: NeuronMatrix | InputMatrix, x: Tensor, name: str, width: int, index: Tensor | None, compute_dtype: str
 ) -> Tensor | None:
     """Raises ValueError for arguments that do not fit `matrix`, the numbers in `index` excepted. Returns the index as
     contiguous int64 on the matrix's device.

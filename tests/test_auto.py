@@ -285,9 +285,9 @@ def test_a_changed_checkpoint_is_calibrated_again(llama, caplog):
 
 def test_a_config_that_was_changed_has_a_plan_of_its_own(llama, caplog):
     relu = load(llama, hidden_act="relu")
-    assert {rule["kind"] for rule in relu.plan.rules.values()} == {"exact"}
+    assert {rule.kind for rule in relu.plan.rules.values()} == {"exact"}
     caplog.clear()
-    assert {rule["kind"] for rule in load(llama).plan.rules.values()} == {"none"}
+    assert {rule.kind for rule in load(llama).plan.rules.values()} == {"none"}
     assert "Calibrating" in caplog.text
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -106,7 +107,6 @@ def test_a_temperature_samples_and_a_seed_repeats_it(model: Path) -> None:
 
 def test_plan_shows_rules_quality_placement_and_where_it_lies(model: Path) -> None:
     result = succeed("plan", model, "--gpu-budget", "1GB")
-    assert f"0 to {LAYERS - 1}" in result.stdout
     assert re.search(
         r"Perplexity [\d.]+ with every neuron, [\d.]+ with these rules \([+-][\d.]+%\), both of the stored weights",
         result.stdout,
@@ -114,7 +114,13 @@ def test_plan_shows_rules_quality_placement_and_where_it_lies(model: Path) -> No
     assert "MLP neurons" in result.stdout
     saved = result.stdout.splitlines()[-1].removeprefix("Saved in ")
     assert Path(saved).is_relative_to(model)
-    assert (Path(saved) / "plan.json").is_file()
+    read = json.loads((Path(saved) / "plan.json").read_text())["calibration_report"]["read_shares"]
+    for block, places in (("attention", "input, output"), ("mlp", "gate, hidden, input")):
+        shares = [read[f"{layer}.{block}"] for layer in range(LAYERS)]
+        span = " to ".join(dict.fromkeys(f"{end:.0%}" for end in (min(shares), max(shares))))
+        cells = (f"0 to {LAYERS - 1}", block, "magnitude", places, span)
+        assert re.search(r" +│ +".join(map(re.escape, cells)), result.stdout)
+        assert 0 < min(shares) < 1
 
 
 @pytest.mark.parametrize(

@@ -231,6 +231,11 @@ def test_sparse_config_keeps_what_was_given() -> None:
         ({"max_perplexity_increase": float("inf")}, "^max_perplexity_increase: got inf"),
         ({"max_perplexity_increase": True}, "^max_perplexity_increase: got True"),
         ({"max_perplexity_increase": "1%"}, "^max_perplexity_increase: got '1%'"),
+        ({"target_sparsity": 0.0}, "^target_sparsity: got 0.0"),
+        ({"target_sparsity": 1.0}, "^target_sparsity: got 1.0"),
+        ({"target_sparsity": 1}, "^target_sparsity: got 1"),
+        ({"target_sparsity": float("nan")}, "^target_sparsity: got nan"),
+        ({"target_sparsity": "50%"}, "^target_sparsity: got '50%'"),
         ({"calibration_tokens": 0}, "^calibration_tokens: got 0"),
         ({"calibration_tokens": 10.0}, "^calibration_tokens: got 10.0"),
         ({"calibration_seed": -1}, "^calibration_seed: got -1"),
@@ -258,7 +263,9 @@ def test_calibration_settings_follow_the_content(tmp_path: Path) -> None:
     settings = SparseConfig(
         calibration_tokens=333, calibration_seed=5, max_perplexity_increase=0
     ).calibration_settings()
-    assert settings == {"texts": "default", "tokens": 333, "seed": 5, "max_perplexity_increase": 0.0}
+    expected = {"texts": "default", "tokens": 333, "seed": 5, "max_perplexity_increase": 0.0, "target_sparsity": None}
+    assert settings == expected
+    assert SparseConfig(target_sparsity=0.4).calibration_settings()["target_sparsity"] == 0.4
     assert json.dumps(settings) == json.dumps(json.loads(json.dumps(settings)))
 
     (tmp_path / "a.txt").write_text("one text")

@@ -21,7 +21,7 @@ from typer.testing import CliRunner, Result
 from hf_sparse import SparseAutoModelForCausalLM, WeightOnlyQuantConfig
 from hf_sparse.cli import app
 from hf_sparse.evaluation import Evaluation, bytes_per_token, evaluate, full_precision
-from hf_sparse.modeling import HybridMLP, hybrid_blocks, magnitude, skipping
+from hf_sparse.modeling import HybridMLP, SkipRule, hybrid_blocks, magnitude, skipping
 from hf_sparse.texts import read_texts
 from tiny_models import VOCABULARY, plain_twin, prompt_ids, save_checkpoint, save_tokenizer
 
@@ -135,32 +135,60 @@ def test_unpacked_weights_without_rules_are_full_precision(directory: Path, orig
 def test_counts_of_generation_are_left_as_they_were(model: Any, tokenizer: Any) -> None:
     model.generate(prompt_ids(1, 5), max_new_tokens=4, do_sample=False)
     before = [block.counters.tolist() for block in mlps(model)]
-    assert all(offered for _, offered in before)
+    assert all(offered for counts in before for _, offered in counts[1:])  # of gates and hidden states
     evaluate(model, tokenizer, [TEXT], tokens=50, window=WINDOW)
     assert [block.counters.tolist() for block in mlps(model)] == before
 
 
-@pytest.mark.parametrize(
-    ("case", "read_whole"), [("llama", "gate_proj"), ("phi3", "gate_up_proj"), ("opt", "fc1"), ("gpt_neox", None)]
-)
-def test_bytes_per_token_count_what_is_read(case: str, read_whole: str | None, tmp_path: Path) -> None:
+# What of each matrix is read, in words of the places whose kept entries read it: "" is all of it.
+READ_BY_GATES = {
+    "llama": {"up_proj": "gate", "down_proj": "hidden"},
+    "phi3": {"gate_up_proj": "half gate", "down_proj": "hidden"},  # gates are read whole: they say which are active
+    "opt": {"fc2": "hidden"},
+    "gpt_neox": {"dense_4h_to_h": "hidden"},
+}
+READ_BY_INPUTS = {
+    "llama": {"gate_proj": "input", "q_proj": "input", "o_proj": "output"},
+    "phi3": {"o_proj": "output"},
+    "opt": {"fc1": "input", "q_proj": "input", "out_proj": "output"},
+    "gpt_neox": {"dense_h_to_4h": "input", "dense": "output"},
+}
+
+
+@pytest.mark.parametrize("case", READ_BY_GATES)
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_bytes_per_token_count_what_is_read(case: str, everywhere: bool, tmp_path: Path) -> None:
     save_checkpoint(case, tmp_path)
     model = load(tmp_path, max_perplexity_increase=0)
     head = model.get_output_embeddings()
-    every = head.matrix.nbytes if hasattr(head, "matrix") else head.weight.nbytes
-    every += sum(m.nbytes for b in hybrid_blocks(model) for s in b.shards for m in s.matrices.values())
-    assert bytes_per_token(model) == bytes_per_token(model, rules=False) == every
-    skipped = 0.0
-    for number, block in enumerate(mlps(model)):
-        block.rule = magnitude(gate=0.1)
-        block.counters.copy_(torch.tensor([30 + number, 100]))
+    of_head = head.matrix.nbytes if hasattr(head, "matrix") else head.weight.nbytes
+
+    def every() -> int:
+        return sum(m.nbytes for b in hybrid_blocks(model) for s in b.shards for m in s.matrices.values())
+
+    assert bytes_per_token(model) == bytes_per_token(model, rules=False) == of_head + every()
+    assert model.read_share() is None
+    read_by = READ_BY_GATES[case] | (READ_BY_INPUTS[case] if everywhere else {})
+    expected = 0.0
+    for number, block in enumerate(hybrid_blocks(model)):
+        if isinstance(block, HybridMLP):
+            below = {"gate": 0.1} | ({"input": 0.1, "hidden": 0.1} if everywhere else {})
+        else:
+            below = {place: 0.1 for place in ("input", "output") if place in read_by.values()} if everywhere else {}
+        block.rule = magnitude(**below) if below else SkipRule()
+        kept = {place: 20 + 17 * i + number for i, place in enumerate(block.places)}
+        if not below:
+            kept = {}
+        for i, place in enumerate(block.places):
+            if place in kept:
+                block.counters[i] = torch.tensor([kept[place], 100])
         for name, matrix in block.shards[0].matrices.items():
-            if name == "gate_up_proj":
-                skipped += matrix.nbytes / 2 * (0.7 - number / 100)  # up; gate is read whole
-            elif name not in (read_whole, "dense_h_to_4h"):
-                skipped += matrix.nbytes * (0.7 - number / 100)
-    assert bytes_per_token(model) == pytest.approx(every - skipped, abs=1)
-    assert bytes_per_token(model, rules=False) == every
+            half, _, place = read_by.get(name, "").rpartition(" ")
+            share = kept[place] / 100 if place else 1.0
+            expected += matrix.nbytes * ((1 + share) / 2 if half else share)
+    assert bytes_per_token(model) == pytest.approx(of_head + expected, abs=1)
+    assert bytes_per_token(model, rules=False) == of_head + every()
+    assert model.read_share() == pytest.approx(expected / every())
 
 
 def test_windows_begin_as_the_tokenizer_begins_texts(model: Any, tmp_path: Path) -> None:

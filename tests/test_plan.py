@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save
 
-from hf_sparse.modeling import BlockId
-from hf_sparse.plan import BlockProfile, PlacementPlan, PlanError, PlanKey
+from hf_sparse.modeling import BlockId, SkipRule
+from hf_sparse.plan import BlockProfile, PlacementPlan, PlanError, PlanKey, PlannedPredictor
 
-MLP, LAST, HEADS = BlockId(0, "mlp"), BlockId(10, "mlp"), BlockId(2, "attention")
-NEURONS = {MLP: 11, LAST: 13, HEADS: 3}
-HIDDEN, RANK = 7, 5
+MLP, EXACT, LAST, HEADS = BlockId(0, "mlp"), BlockId(5, "mlp"), BlockId(10, "mlp"), BlockId(2, "attention")
+NEURONS = {MLP: 11, EXACT: 17, LAST: 13, HEADS: 3}
+HIDDEN, RANK, ATTENDED = 7, 5, 6
 
 
 def make_plan(seed: int = 0) -> PlacementPlan:
@@ -31,8 +31,30 @@ def make_plan(seed: int = 0) -> PlacementPlan:
         blocks={
             id: BlockProfile(torch.rand(n, generator=g) * 9, torch.rand(n, generator=g)) for id, n in NEURONS.items()
         },
-        rules={MLP: {"kind": "magnitude", "threshold": 0.031}, LAST: {"kind": "predicted"}},
-        predictors={LAST: {name: torch.randn(shape, generator=g) for name, shape in shapes.items()}},
+        rules={
+            MLP: SkipRule(
+                "magnitude",
+                {
+                    "input": torch.rand(HIDDEN, generator=g),
+                    "gate": torch.rand(NEURONS[MLP], generator=g),
+                    "hidden": torch.rand(NEURONS[MLP], generator=g),
+                },
+            ),
+            EXACT: SkipRule("exact"),
+            LAST: SkipRule("predicted", {"hidden": torch.rand(NEURONS[LAST], generator=g)}),
+            HEADS: SkipRule("magnitude", {"output": torch.rand(ATTENDED, generator=g)}),
+        },
+        predictors={
+            LAST: PlannedPredictor(
+                {name: torch.randn(shape, generator=g) for name, shape in shapes.items()},
+                "int8",
+                nbytes=240,
+                recall=0.98,
+                precision=0.5,
+                kept=0.25,
+                bytes_saved=77,
+            )
+        },
         calibration_report={"tokens": 4096, "dense_perplexity": 12.5, "by_layer": [0.1, None, True]},
         library_version="0.1.0",
     )
@@ -76,10 +98,31 @@ def test_round_trip(saved: Path) -> None:
         assert torch.equal(read.blocks[id].impact, profile.impact)
         assert torch.equal(read.blocks[id].active_fraction, profile.active_fraction)
     assert set(read.predictors) == {LAST}
-    for name, tensor in plan.predictors[LAST].items():
-        assert torch.equal(read.predictors[LAST][name], tensor)
+    planned, as_read = plan.predictors[LAST], read.predictors[LAST]
+    assert as_read.to_dict() == planned.to_dict()
+    for name, tensor in planned.tensors.items():
+        assert torch.equal(as_read.tensors[name], tensor)
     assert sorted(path.name for path in saved.parent.iterdir()) == ["plan"]
     assert sorted(path.name for path in saved.iterdir()) == ["plan.json", "plan.safetensors"]
+
+
+def test_thresholds_are_tensors_and_kinds_and_places_are_text(saved: Path) -> None:
+    blocks = json.loads((saved / "plan.json").read_text())["blocks"]
+    assert blocks["0.mlp"]["rule"] == {"kind": "magnitude", "below": ["gate", "hidden", "input"]}
+    assert blocks["2.attention"]["rule"] == {"kind": "magnitude", "below": ["output"]}
+    stored = load_file(saved / "plan.safetensors")
+    below = {f"{id}.below.{place}": t for id, rule in make_plan().rules.items() for place, t in rule.below.items()}
+    assert len(below) == 5 and {name for name in stored if ".below." in name} == set(below)
+    assert all(torch.equal(stored[name], thresholds) for name, thresholds in below.items())
+
+
+@pytest.mark.parametrize("rule", [SkipRule(), SkipRule("exact"), SkipRule("magnitude"), None])
+def test_rules_without_thresholds_and_attention_without_a_rule(tmp_path: Path, rule: SkipRule | None) -> None:
+    plan = make_plan()
+    plan.rules = {MLP: rule or SkipRule(), EXACT: SkipRule("exact"), LAST: SkipRule("predicted")}
+    plan.rules |= {} if rule is None else {HEADS: rule}
+    plan.save_pretrained(tmp_path)
+    assert PlacementPlan.from_pretrained(tmp_path).rules == plan.rules
 
 
 def test_a_plan_replaces_an_older_one(saved: Path) -> None:
@@ -92,11 +135,13 @@ def test_tensors_that_share_memory_or_are_views_are_saved(tmp_path: Path) -> Non
     plan = make_plan()
     both = torch.rand(NEURONS[MLP], 2)
     plan.blocks[MLP] = BlockProfile(both[:, 0], both[:, 0])
-    plan.predictors[LAST]["fc1"] = torch.randn(HIDDEN, RANK).to(torch.bfloat16).T
+    plan.predictors[LAST].tensors["fc1"] = torch.randn(HIDDEN, RANK).to(torch.bfloat16).T
+    plan.rules[MLP] = SkipRule("magnitude", {"gate": both[:, 0], "hidden": both[:, 0]})
     plan.save_pretrained(tmp_path)
     read = PlacementPlan.from_pretrained(tmp_path)
     assert torch.equal(read.blocks[MLP].active_fraction, both[:, 0])
-    assert torch.equal(read.predictors[LAST]["fc1"], plan.predictors[LAST]["fc1"])
+    assert torch.equal(read.rules[MLP].below["hidden"], both[:, 0])
+    assert torch.equal(read.predictors[LAST].tensors["fc1"], plan.predictors[LAST].tensors["fc1"])
 
 
 def test_no_plan_is_not_a_broken_plan(tmp_path: Path) -> None:
@@ -155,7 +200,7 @@ def _paths(value: dict, path: tuple = ()) -> list[tuple]:
         here = (*path, name)
         if here[-1] != "rule" and not (len(here) == 2 and here[0] == "blocks"):
             found.append(here)
-        if isinstance(inner, dict) and here not in optional and name != "rule":
+        if isinstance(inner, dict) and here not in optional and name not in ("rule", "predictor"):
             found += _paths(inner, here)
     return found
 
@@ -172,7 +217,7 @@ def test_every_missing_field_and_every_wrong_type_is_named(saved: Path) -> None:
     text = (saved / "plan.json").read_text()
     paths = _paths(json.loads(text))
     assert ("blocks", "10.mlp", "neurons") in paths
-    assert len(paths) == 14
+    assert len(paths) == 16
     for path in paths:
         for wrong in (None, "remove", "7", 7.0, True, [], {"a": 1}):
             content = json.loads(text)
@@ -193,7 +238,7 @@ def test_every_missing_field_and_every_wrong_type_is_named(saved: Path) -> None:
     ("field", "change"),
     [
         ("format", lambda f: f.update(format="other")),
-        ("format_version", lambda f: f.update(format_version=2)),
+        ("format_version", lambda f: f.update(format_version=1)),
         ("model_type", lambda f: f.update(model_type="")),
         ("key.checkpoint", lambda f: f["key"].update(checkpoint="xyz")),
         ("0.mlp.active_fraction", lambda f: f.update(blocks={})),
@@ -205,20 +250,30 @@ def test_every_missing_field_and_every_wrong_type_is_named(saved: Path) -> None:
         ("10.mlp.active_fraction", lambda f: f["blocks"].pop("10.mlp")),
         ("blocks[0.mlp].neurons", lambda f: f["blocks"]["0.mlp"].update(neurons=12)),
         ("blocks[0.mlp].neurons", lambda f: f["blocks"]["0.mlp"].update(neurons="11")),
-        ("blocks[0.mlp].rule", lambda f: f["blocks"]["0.mlp"].update(rule=None)),
-        ("blocks[0.mlp].rule", lambda f: f["blocks"]["0.mlp"].pop("rule")),
+        ("blocks[5.mlp].rule", lambda f: f["blocks"]["5.mlp"].update(rule=None)),
+        ("blocks[5.mlp].rule", lambda f: f["blocks"]["5.mlp"].pop("rule")),
+        ("0.mlp.below.gate", lambda f: f["blocks"]["0.mlp"].pop("rule")),
         ("blocks[0.mlp].rule", lambda f: f["blocks"]["0.mlp"].update(rule="exact")),
         ("blocks[0.mlp].rule.kind", lambda f: f["blocks"]["0.mlp"].update(rule={})),
-        ("blocks[0.mlp].rule.kind", lambda f: f["blocks"]["0.mlp"].update(rule={"kind": "oracle"})),
-        ("blocks[0.mlp].rule.kind", lambda f: f["blocks"]["0.mlp"].update(rule={"kind": ["exact"]})),
-        ("blocks[0.mlp].rule.threshold", lambda f: f["blocks"]["0.mlp"].update(rule={"kind": "magnitude"})),
-        ("blocks[0.mlp].rule.threshold", lambda f: f["blocks"]["0.mlp"]["rule"].update(threshold="0.031")),
-        ("blocks[0.mlp].rule.threshold", lambda f: f["blocks"]["0.mlp"]["rule"].update(threshold=True)),
-        ("blocks[0.mlp].rule.threshold", lambda f: f["blocks"]["0.mlp"]["rule"].update(threshold=-0.1)),
-        ("blocks[0.mlp].rule.threshold", lambda f: f["blocks"]["0.mlp"]["rule"].update(threshold=10**400)),
+        ("blocks[0.mlp].rule.kind", lambda f: f["blocks"]["0.mlp"]["rule"].update(kind="oracle")),
+        ("blocks[0.mlp].rule.kind", lambda f: f["blocks"]["0.mlp"]["rule"].update(kind=["exact"])),
+        ("blocks[0.mlp].rule.below", lambda f: f["blocks"]["0.mlp"].update(rule={"kind": "magnitude"})),
+        ("blocks[0.mlp].rule.below", lambda f: f["blocks"]["0.mlp"]["rule"].update(below="gate")),
+        ("blocks[0.mlp].rule.below", lambda f: f["blocks"]["0.mlp"]["rule"].update(below={"gate": 0.1})),
+        ("blocks[0.mlp].rule.below", lambda f: f["blocks"]["0.mlp"]["rule"]["below"].append("output")),
+        ("blocks[0.mlp].rule.below", lambda f: f["blocks"]["0.mlp"]["rule"]["below"].append("gate")),
+        ("blocks[0.mlp].rule.below", lambda f: f["blocks"]["0.mlp"]["rule"]["below"].append(None)),
+        ("blocks[0.mlp].rule.below", lambda f: f["blocks"]["0.mlp"]["rule"]["below"].append([])),
+        ("blocks[2.attention].rule.below", lambda f: f["blocks"]["2.attention"]["rule"]["below"].append("hidden")),
+        ("2.attention.below.input", lambda f: f["blocks"]["2.attention"]["rule"]["below"].append("input")),
+        ("0.mlp.below.hidden", lambda f: f["blocks"]["0.mlp"]["rule"]["below"].remove("hidden")),
+        ("2.attention.below.output", lambda f: f["blocks"]["2.attention"].update(rule=None)),
+        ("blocks[0.mlp].rule", lambda f: f["blocks"]["0.mlp"]["rule"].update(kind="exact")),  # with gate thresholds
+        ("blocks[2.attention].rule", lambda f: f["blocks"]["2.attention"]["rule"].update(kind="none")),
         ("blocks[0.mlp].rule.extra", lambda f: f["blocks"]["0.mlp"]["rule"].update(extra=1)),
-        ("0.mlp.predictor.fc1", lambda f: f["blocks"]["0.mlp"].update(rule={"kind": "predicted"})),
-        ("10.mlp.predictor.bias", lambda f: f["blocks"]["10.mlp"].update(rule={"kind": "exact"})),
+        ("blocks[0.mlp].rule.threshold", lambda f: f["blocks"]["0.mlp"]["rule"].update(threshold=0.031)),
+        ("blocks[0.mlp].predictor", lambda f: f["blocks"]["0.mlp"].update(rule={"kind": "predicted", "below": []})),
+        ("10.mlp.predictor.bias", lambda f: f["blocks"]["10.mlp"]["rule"].update(kind="exact")),
     ],
 )
 def test_bad_fields(saved: Path, field: str, change) -> None:
@@ -247,10 +302,24 @@ def _with(tensor: torch.Tensor, value: float) -> torch.Tensor:
         ("2.attention.active_fraction", "blocks[2.attention].active_fraction", lambda t: t[:2]),
         ("2.attention.active_fraction", "blocks[2.attention].active_fraction", lambda t: _with(t, 1.5)),
         ("2.attention.active_fraction", "blocks[2.attention].active_fraction", lambda t: _with(t, -0.5)),
+        ("0.mlp.below.gate", "0.mlp.below.gate", None),
+        ("0.mlp.below.gate", "blocks[0.mlp].rule.below.gate", lambda t: t[:10]),
+        ("0.mlp.below.gate", "blocks[0.mlp].rule.below.gate", lambda t: t[:1]),
+        ("0.mlp.below.hidden", "blocks[0.mlp].rule.below.hidden", lambda t: torch.cat((t, t))),
+        ("0.mlp.below.hidden", "blocks[0.mlp].rule.below.hidden", lambda t: _with(t, float("inf"))),
+        ("0.mlp.below.gate", "blocks[0.mlp].rule", lambda t: _with(t, float("nan"))),
+        ("0.mlp.below.gate", "blocks[0.mlp].rule", lambda t: _with(t, -0.1)),
+        ("0.mlp.below.input", "0.mlp.below.input", None),
+        ("0.mlp.below.input", "blocks[0.mlp].rule", lambda t: t.half()),
+        ("0.mlp.below.input", "blocks[0.mlp].rule", lambda t: t[None]),
+        ("0.mlp.below.input", "blocks[0.mlp].rule.below.input", lambda t: t[:0]),
+        ("2.attention.below.output", "2.attention.below.output", None),
+        ("2.attention.below.output", "blocks[2.attention].rule", lambda t: t.double()),
+        ("2.attention.below.hidden", "2.attention.below.hidden", lambda t: torch.ones(2)),
         ("10.mlp.predictor.fc1", "10.mlp.predictor.fc1", None),
         ("10.mlp.predictor.fc1", "blocks[10.mlp].predictor.fc1", lambda t: t.flatten()),
         ("10.mlp.predictor.fc1", "blocks[10.mlp].predictor.fc1", lambda t: t.to(torch.int8)),
-        ("10.mlp.predictor.fc1", "blocks[10.mlp].predictor.fc1", lambda t: t[:0]),
+        ("10.mlp.predictor.fc1", "blocks[10.mlp].predictor.width", lambda t: t[:0]),
         ("10.mlp.predictor.fc2", "blocks[10.mlp].predictor.fc2", lambda t: t.T),
         ("10.mlp.predictor.fc2", "blocks[10.mlp].predictor.fc2", lambda t: t[:, :4]),
         ("10.mlp.predictor.bias", "blocks[10.mlp].predictor.bias", lambda t: t[:12]),
@@ -292,6 +361,10 @@ def test_damage_is_never_anything_but_a_plan_error(tmp_path_factory, seed: int, 
 # Plans that may not be saved
 
 
+def _rule(place: str, width: int) -> SkipRule:
+    return SkipRule("magnitude", {place: torch.ones(width)})
+
+
 @pytest.mark.parametrize(
     ("field", "change"),
     [
@@ -303,10 +376,19 @@ def test_damage_is_never_anything_but_a_plan_error(tmp_path_factory, seed: int, 
         ("model_type", lambda p: replace(p, model_type=None)),
         ("blocks[10.mlp].predictor", lambda p: replace(p, predictors={})),
         ("blocks[0.mlp].predictor", lambda p: replace(p, predictors={**p.predictors, MLP: p.predictors[LAST]})),
-        ("blocks[10.mlp].predictor", lambda p: replace(p, predictors={LAST: {"fc1": torch.ones(2, 3)}})),
+        (
+            "blocks[10.mlp].predictor",
+            lambda p: replace(p, predictors={LAST: PlannedPredictor({"fc1": torch.ones(2, 3)}, "nf4", 1)}),
+        ),
         ("blocks", lambda p: replace(p, blocks={}, rules={}, predictors={})),
-        ("blocks[4.mlp]", lambda p: replace(p, rules={**p.rules, BlockId(4, "mlp"): {"kind": "none"}})),
-        ("blocks[10.mlp].rule", lambda p: replace(p, rules={MLP: {"kind": "none"}}, predictors={})),
+        ("blocks[4.mlp]", lambda p: replace(p, rules={**p.rules, BlockId(4, "mlp"): SkipRule()})),
+        ("blocks[10.mlp].rule", lambda p: replace(p, rules={MLP: SkipRule(), EXACT: SkipRule()}, predictors={})),
+        ("blocks[0.mlp].rule", lambda p: replace(p, rules={**p.rules, MLP: {"kind": "exact", "below": []}})),
+        ("blocks[0.mlp].rule.below", lambda p: replace(p, rules={**p.rules, MLP: _rule("output", NEURONS[MLP])})),
+        ("blocks[0.mlp].rule.below.gate", lambda p: replace(p, rules={**p.rules, MLP: _rule("gate", 1)})),
+        ("blocks[0.mlp].rule.below.hidden", lambda p: replace(p, rules={**p.rules, MLP: _rule("hidden", 12)})),
+        ("blocks[0.mlp].rule.below.input", lambda p: replace(p, rules={**p.rules, MLP: _rule("input", 0)})),
+        ("blocks[2.attention].rule.below", lambda p: replace(p, rules={**p.rules, HEADS: _rule("gate", 3)})),
     ],
 )
 def test_a_bad_plan_is_not_saved(tmp_path: Path, field: str, change) -> None:
@@ -319,9 +401,17 @@ def test_a_bad_plan_is_not_saved(tmp_path: Path, field: str, change) -> None:
 # Against a model
 
 
+MODEL = {
+    "model_type": "llama",
+    "neurons": NEURONS,
+    "hidden_size": HIDDEN,
+    "attended": {HEADS: ATTENDED},
+    "key": make_plan().key,
+}
+
+
 def test_a_plan_that_fits_its_model() -> None:
-    plan = make_plan()
-    plan.check_model(model_type="llama", neurons=NEURONS, hidden_size=HIDDEN, key=make_plan().key)
+    make_plan().check_model(**MODEL)
 
 
 @pytest.mark.parametrize(
@@ -334,11 +424,20 @@ def test_a_plan_that_fits_its_model() -> None:
         ("blocks[10.mlp]", {"neurons": {id: n for id, n in NEURONS.items() if id != LAST}}),
         ("blocks[11.mlp]", {"neurons": {**NEURONS, BlockId(11, "mlp"): 13}}),
         ("blocks[2.attention].neurons", {"neurons": {**NEURONS, HEADS: 4}}),
-        ("blocks[10.mlp].predictor.fc1", {"hidden_size": HIDDEN + 1}),
+        ("blocks[0.mlp].rule.below.input", {"hidden_size": HIDDEN + 1}),
+        ("blocks[2.attention].rule.below.output", {"attended": {HEADS: ATTENDED + 2}}),
+        ("blocks[2.attention].rule.below.output", {"attended": {}}),
     ],
 )
 def test_a_plan_that_does_not_fit(field: str, model) -> None:
-    arguments = {"model_type": "llama", "neurons": NEURONS, "hidden_size": HIDDEN, "key": make_plan().key, **model}
     with pytest.raises(PlanError) as caught:
-        make_plan().check_model(**arguments)
+        make_plan().check_model(**(MODEL | model))
     assert caught.value.field == field
+
+
+def test_a_predictor_of_another_width_does_not_fit() -> None:
+    plan = make_plan()
+    plan.rules[MLP] = SkipRule("exact")
+    with pytest.raises(PlanError) as caught:
+        plan.check_model(**(MODEL | {"hidden_size": HIDDEN + 1}))
+    assert caught.value.field == "blocks[10.mlp].predictor.fc1"

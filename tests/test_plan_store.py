@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hf_sparse.log import warn_once
-from hf_sparse.modeling import BlockId, Tier
+from hf_sparse.modeling import BlockId, SkipRule, Tier
 from hf_sparse.placement import PlacementBlock, Solution, solve_placement
 from hf_sparse.plan import BlockProfile, PlacementPlan, PlanKey
 from hf_sparse.plan_store import (
@@ -49,7 +49,7 @@ def assets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def make_plan() -> PlacementPlan:
     profile = BlockProfile(torch.ones(7), torch.ones(7))
-    return PlacementPlan(KEY, "llama", {MLP: profile}, {MLP: {"kind": "exact"}}, {}, {}, "0.1.0")
+    return PlacementPlan(KEY, "llama", {MLP: profile}, {MLP: SkipRule("exact")}, {}, {}, "0.1.0")
 
 
 # Directories

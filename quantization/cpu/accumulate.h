@@ -221,11 +221,24 @@ inline void add_unpacked(const Matrix& matrix, const Selection& selection, const
     }
 }
 
+// Where in a selection of a matrix's rows the first one is that is not before `row`.
+inline int64_t place_of(const Selection& selection, int64_t row) {
+    if (!selection.index) return row;
+    int64_t low = 0, high = selection.count;
+    while (low < high) {
+        const int64_t middle = (low + high) / 2;
+        if (selection.index[middle] < row) low = middle + 1;
+        else high = middle;
+    }
+    return low;
+}
+
 // One row of activations: threads share out the rows of weights, and their sums are added in the order of the threads.
+// In floats they share out all rows, listed or not, so that leaving out what is zero changes no bit.
 void accumulate_one(const Matrix& matrix, const Selection& selection, const float* a, Compute compute, float* out,
                     int threads) {
     const int64_t cols = matrix.cols, width = sum_width(matrix), memory_bytes = SumMemory::bytes_of(matrix);
-    threads = useful_threads(threads, selection.count * width);
+    threads = useful_threads(threads, (compute == fp32 ? matrix.rows : selection.count) * width);
     Buffer<float> sums(threads * width);
     Buffer<char> memory(Isa::sums_rows && compute == int8 ? threads * memory_bytes : 0);
     int64_t team = 1;
@@ -236,8 +249,10 @@ void accumulate_one(const Matrix& matrix, const Selection& selection, const floa
         team = team_size();
         float* y = sums.data + thread * width;
         std::memset(y, 0, sizeof(float) * static_cast<size_t>(width));
-        add_rows(matrix, selection, selection.count * thread / team, selection.count * (thread + 1) / team, a, compute,
-                 memory.data + thread * memory_bytes, y);
+        const auto start = [&](int64_t part) {
+            return compute == fp32 ? place_of(selection, matrix.rows * part / team) : selection.count * part / team;
+        };
+        add_rows(matrix, selection, start(thread), start(thread + 1), a, compute, memory.data + thread * memory_bytes, y);
     }
     for (int64_t c = 0; c < cols; c++) {
         float total = sums.data[c];

@@ -51,6 +51,23 @@ struct Isa {
         return _mm512_fmadd_ps(products, _mm512_maskz_loadu_ps(present, corrections), sums);
     }
     static void pause() { _mm_pause(); }
+    static int64_t keep(const float* below, const float* x, int64_t first, int64_t last, int64_t* to) {
+        int64_t count = 0;
+        __m512i places = _mm512_add_epi64(_mm512_set1_epi64(first), _mm512_set_epi64(7, 6, 5, 4, 3, 2, 1, 0));
+        for (int64_t i = first; i < last; i += 16) {
+            const __mmask16 present = Isa::first(last - i);
+            const __m512 magnitudes = _mm512_abs_ps(_mm512_maskz_loadu_ps(present, x + i));
+            const __m512 thresholds = _mm512_maskz_loadu_ps(present, below + i);
+            const __mmask16 kept = _mm512_mask_cmp_ps_mask(present, magnitudes, thresholds, _CMP_NLT_UQ);
+            for (int half = 0; half < 2; half++) {
+                const __mmask8 of_half = static_cast<__mmask8>(kept >> 8 * half);
+                _mm512_mask_compressstoreu_epi64(to + count, of_half, places);
+                count += __builtin_popcount(of_half);
+                places = _mm512_add_epi64(places, _mm512_set1_epi64(8));
+            }
+        }
+        return count;
+    }
 
     template <Kind kind>
     struct Decoder;

@@ -187,15 +187,12 @@ struct Worker {
 
     static float magnitude(float value) { return value < 0 ? -value : value; }
 
-    // Of the entries [first, last) of x those that are not below their thresholds (NaN is not); all where there are
-    // none -> to. Returns how many.
+    // Of the entries [first, last) of x those that are not below their thresholds; all where there are none -> to.
+    // Returns how many.
     static int64_t keep(const float* below, const float* x, int64_t first, int64_t last, int64_t* to) {
-        int64_t count = 0;
-        for (int64_t i = first; i < last; i++) {
-            to[count] = i;
-            count += !below || !(magnitude(x[i]) < below[i]);
-        }
-        return count;
+        if (below) return Isa::keep(below, x, first, last, to);
+        for (int64_t i = first; i < last; i++) to[i - first] = i;
+        return last - first;
     }
 
     // Rows [first, last) of a linear layer that does not see the entries of `from` that are below their thresholds, and
@@ -214,9 +211,12 @@ struct Worker {
             return linear(layer, first, last, prepared(matrix, masked, compute, activations), out);
         }
         if (first >= last) return;
-        std::memcpy(masked, from, static_cast<size_t>(matrix.cols) * sizeof(float));
-        round_factors_to(compute, masked, 0, matrix.cols);
-        product_inputs(matrix, {inputs, count}, first, rounded_up(last, block_columns), masked, compute, out);
+        if (compute == bf16) {
+            std::memcpy(masked, from, static_cast<size_t>(matrix.cols) * sizeof(float));
+            round_factors_to(compute, masked, 0, matrix.cols);
+            from = masked;
+        }
+        product_inputs(matrix, {inputs, count}, first, rounded_up(last, block_columns), from, compute, out);
         if (!layer.bias) return;
         for (int64_t i = first; i < last; i++) out[i] += layer.bias[i];
     }
@@ -373,6 +373,17 @@ struct Worker {
         shared.counts[8 * thread] = count;
     }
 
+    // Takes those out of a list whose value is zero. Returns how many stay.
+    static int64_t without_zeros(int64_t* places, int64_t count, const float* of_all) {
+        int64_t kept = 0;
+        for (int64_t i = 0; i < count; i++) {
+            const int64_t place = places[i];
+            places[kept] = place;
+            kept += of_all[place] != 0;
+        }
+        return kept;
+    }
+
     // This thread's share of all the threads' lists -> `list`. Returns its length.
     int64_t take_share() const {
         int64_t all = 0;
@@ -449,15 +460,16 @@ struct Worker {
             }
         } else {
             own_gates();
-            int64_t own_count = 0;
-            int64_t* own = shared.lists + thread * sizes.neurons;
-            for (int64_t i = first; i < last; i++) {
-                own[own_count] = i;
-                own_count += active(i, gates[i]);
+            // Each thread goes on with its own: where most stay, and where sums are to be those of all neurons, bit for bit.
+            if (m.gates_below || m.compute == fp32) {
+                count = keep(m.gates_below, gates, first, last, list);
+                if (!m.gates_below) count = without_zeros(list, count, gates);
+            } else {
+                int64_t* own = shared.lists + thread * sizes.neurons;
+                shared.counts[8 * thread] = without_zeros(own, keep(nullptr, gates, first, last, own), gates);
+                wait_for_all();
+                count = take_share();
             }
-            shared.counts[8 * thread] = own_count;
-            wait_for_all();
-            count = take_share();
             for (int64_t i = 0; i < count; i++) gate_values[i] = gates[list[i]];
         }
         count_kept(computed, 2, count, neurons);

@@ -64,25 +64,26 @@ void inputs_as_integers(const Matrix& matrix, const InputGroup& group, const Sel
     const Isa::Table table(matrix.table);
     const int64_t row_bytes = Row<kind>::columns_to_bytes(padded_rows(matrix));
     const int64_t padded = rounded_up(group.count, 8);
-    float largest = 0;
-    for (int64_t i = 0; i < group.count; i++) {
-        const float value = x[group.inputs[i]], magnitude = value < 0 ? -value : value;
-        largest = magnitude > largest ? magnitude : largest;
-    }
-    const float scale = largest / whole_limit;
-    uint32_t low[32] = {}, high[32] = {};
+    float values[128] = {};
     const uint8_t *codes[128], *later[128];
-    int32_t total = 0;
     for (int64_t i = 0; i < padded; i++) {
         const int64_t input = group.inputs[smaller(i, group.count - 1)];
         codes[i] = matrix.codes + input * row_bytes;
         later[i] = next.count ? matrix.codes + next.index[smaller(i, next.count - 1)] * row_bytes : codes[i];
-        if (i >= group.count || scale < smallest_scale) continue;
-        const int32_t number = static_cast<int32_t>(to_whole(x[input] / scale, whole_limit));
-        total += number;
-        low[i / 4] |= static_cast<uint32_t>(number & 255) << 8 * (i % 4);
-        high[i / 4] |= static_cast<uint32_t>((number + 128) >> 8 & 255) << 8 * (i % 4);
+        if (i < group.count) values[i] = x[input];
     }
+    const float scale = from_bits(largest_magnitude_bits(values, padded)) / whole_limit;
+    const float inverse = scale >= smallest_scale ? 1.0f / scale : 0.0f;
+    alignas(64) uint8_t low[128], high[128];  // the bytes of 4 factors side by side are what a SumBlock takes
+    int32_t total = 0;
+    for (int64_t i = 0; i < padded; i++) {
+        const int32_t number = static_cast<int32_t>(to_whole(values[i] * inverse, whole_limit));
+        total += number;
+        low[i] = static_cast<uint8_t>(number);
+        high[i] = static_cast<uint8_t>((number + 128) >> 8);
+    }
+    const uint32_t* lows = reinterpret_cast<const uint32_t*>(low);
+    const uint32_t* highs = reinterpret_cast<const uint32_t*>(high);
     const int32_t constant = -128 * total;
     for (int64_t c = first; c < last; c += Block::columns) {
         alignas(64) int32_t sums[block_columns];
@@ -91,7 +92,7 @@ void inputs_as_integers(const Matrix& matrix, const InputGroup& group, const Sel
         Block::start(&constant, sums);
         for (int64_t i = 0; i < padded; i += 8) {
             for (int64_t k = i; k < i + 8; k++) prefetch(later[k] + byte);
-            Block::add_8_rows(codes + i, byte, row_bytes - byte, table, low + i / 4, high + i / 4, 1, sums);
+            Block::add_8_rows(codes + i, byte, row_bytes - byte, table, lows + i / 4, highs + i / 4, 1, sums);
         }
         Block::finish(sums, &scale, scaled);
         add_scaled(group, scale * static_cast<float>(total), scaled, c, c + Block::columns, y);

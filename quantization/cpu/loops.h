@@ -11,6 +11,8 @@
 //   mul_scales(bfloat16 scales, floats, corrections, count up to 16, out, sums)   products of the first two to `out`;
 //                                    returns sums + out * corrections
 //   store_sums(a, b, c, d, out)      the sums of four registers
+//   keep(below, x, first, last, to)  places of x[first .. last) whose magnitude is not below their threshold (NaN is not)
+//                                    -> to; returns how many
 //   sums_rows                        whether there is a SumBlock, see accumulate.h
 //
 // All of it has internal linkage: the same template compiled for another instruction set is another function. For that

@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache
 
 from engine_steps import Save
 from hf_sparse.modeling import Engine
+from hf_sparse.modeling.native_mlp import NativeMLP
 from tiny_models import save_checkpoint
 
 
@@ -47,6 +48,19 @@ def native_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(Engine, "logits", counted)
     return steps
+
+
+@pytest.fixture
+def native_runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many native calls of an MLP there were, in a list of one number."""
+    counted, run = [0], NativeMLP.run
+
+    def counting(self: NativeMLP, *args: Any) -> Tensor:
+        counted[0] += 1
+        return run(self, *args)
+
+    monkeypatch.setattr(NativeMLP, "run", counting)
+    return counted
 
 
 @pytest.fixture

@@ -45,9 +45,11 @@ def test_rules_leave_out_what_the_blocks_leave_out(
     by_modules, natively = results
     # With activations rounded, a neuron at the threshold may fall to either side.
     assert_near(natively, by_modules, 1e-5 if compute_dtype == "fp32" else 1e-2)
-    for (expected, offered), (computed, also_offered) in zip(*fractions, strict=True):
-        assert also_offered == offered == 20 * 88
-        assert abs(computed - expected) <= (0 if compute_dtype == "fp32" else 8)
+    for by_module, of_native in zip(*fractions, strict=True):
+        assert [offered for _, offered in by_module] == [offered for _, offered in of_native] == [0, 20 * 88, 20 * 88]
+        for (expected, _), (computed, _) in zip(by_module, of_native, strict=True):
+            assert abs(computed - expected) <= (0 if compute_dtype == "fp32" else 8)
+        assert of_native[1] == of_native[2]  # a gate that stays has its neuron computed to the end
     share = model.active_fraction()
     assert share == 1 if name == "everything" else share == 0 if name == "nothing" else 0 < share < 1
 
@@ -97,7 +99,9 @@ def test_counts_go_on_when_the_engine_is_made_anew(saved: Save) -> None:
     first = [block.counters.tolist() for block in mlps(model)]
     set_rule(model, "nothing")
     decoded(model, ids)
-    assert [block.counters.tolist() for block in mlps(model)] == [[n, 2 * offered] for n, offered in first]
+    again = [block.counters.tolist() for block in mlps(model)]
+    assert again == [[[kept, 2 * offered] for kept, offered in of_block] for of_block in first]
+    assert all(kept and offered for of_block in first for kept, offered in of_block[1:])
     model.reset_active_fraction()
     assert model.active_fraction() is None
     decoded(model, ids)

@@ -8,44 +8,22 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from hf_sparse.modeling import (
-    BlockId,
-    HybridMLP,
-    Predictor,
-    SkipRule,
-    Tier,
-    WeightFormat,
-    gives_exact_zeros,
-    magnitude,
-    skipping,
+from engine_steps import needs_kernels
+from hf_sparse.modeling import Predictor, SkipRule, WeightFormat, gives_exact_zeros, magnitude, skipping
+from hf_sparse.modeling.block import FEW_ROWS
+from hf_sparse.modeling.native_mlp import activation_code
+from hf_sparse.quantization import COMPUTE_DTYPES
+from mlp_blocks import (
+    D_MODEL,
+    KERNELS,
+    NEURONS,
+    SHAPES,
+    assert_native_equals_operators,
+    by_operators,
+    load,
+    place,
+    predictor_of,
 )
-from hf_sparse.modeling.block import BlockSpec, Projection
-from hf_sparse.modeling.mlp import FEW_ROWS, MLPNames
-from hf_sparse.modeling.native_mlp import NativeMLP, activation_code
-from hf_sparse.quantization import COMPUTE_DTYPES, instruction_sets
-
-D_MODEL, NEURONS = 40, 70
-SHAPES = {
-    "gated": (MLPNames(gate="gate", up="up", down="down", activation="act"), {"gate": (1,), "up": (1,), "down": (1,)}),
-    "fused": (MLPNames(up="gate_up", down="down", activation="act", fused=True), {"gate_up": (1, 1), "down": (1,)}),
-    "plain": (MLPNames(up="up", down="down", activation="act"), {"up": (1,), "down": (1,)}),
-}
-
-
-def load(shape, activation, weights, dtype=torch.float32, sizes=(D_MODEL, NEURONS), bias=True, seed=0):
-    """A block that is loaded but not placed."""
-    generator = torch.Generator().manual_seed(seed)
-    (d_model, neurons), (names, rows) = sizes, SHAPES[shape]
-    projections = tuple(Projection(name, r, d_model, name == "down", bias) for name, r in rows.items())
-    block = HybridMLP(BlockSpec(BlockId(0, "mlp"), "mlp", "mlp.", neurons, projections, weights), names, activation)
-    for p in projections:
-        stored = (sum(p.rows) * neurons, d_model)
-        weight = torch.randn(stored[::-1] if p.writes else stored, generator=generator) * 0.3
-        block.load(f"{p.name}.weight", weight.to(dtype))
-        values = torch.randn(d_model if p.writes else stored[0], generator=generator) * 0.1
-        if bias:
-            block.load(f"{p.name}.bias", values.to(dtype))
-    return block
 
 
 def make(shape, activation, weight_dtype=None, compute_dtype="fp32", seed=0):
@@ -69,11 +47,6 @@ def make(shape, activation, weight_dtype=None, compute_dtype="fp32", seed=0):
         return hidden @ matrices["down"].dequantize() + output_bias
 
     return block, dense
-
-
-def place(block, tiers, seed=1):
-    tier_of = torch.randint(0, tiers, (block.neurons,), generator=torch.Generator().manual_seed(seed))
-    block.place(tuple(Tier(f"tier{i}") for i in range(tiers)), tier_of)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -194,8 +167,6 @@ def test_nan_in_the_input_is_not_hidden_by_a_rule():
 # One native call for one token, beside the operators one by one
 
 
-needs_kernels = pytest.mark.skipif(instruction_sets() == ["torch"], reason="the kernels are not there")
-KERNELS = [name for name in instruction_sets() if name != "torch"]
 FORMS = {
     "nf4": (WeightFormat("nf4", 64), torch.float32),
     "int4_asym": (WeightFormat("int4_asym", 32), torch.float32),
@@ -214,53 +185,6 @@ NAMED_ACTIVATIONS = {
     "relu": nn.ReLU(),
     "relu_squared": ACT2FN["relu2"],
 }
-
-
-@pytest.fixture
-def native_runs(monkeypatch):
-    """How many native calls there were, in a list of one number."""
-    counted, run = [0], NativeMLP.run
-
-    def counting(self, *args):
-        counted[0] += 1
-        return run(self, *args)
-
-    monkeypatch.setattr(NativeMLP, "run", counting)
-    return counted
-
-
-def predictor_of(block, seed=3):
-    generator = torch.Generator().manual_seed(seed)
-    d_model = block.projections["down"].columns
-    fc1, fc2 = torch.randn(12, d_model, generator=generator), torch.randn(block.neurons, 12, generator=generator)
-    return Predictor(fc1, fc2, torch.randn(block.neurons, generator=generator))
-
-
-def by_operators(block, x):
-    """The block's output without native calls: someone looks at its activation."""
-    handle = block.activation.register_forward_hook(lambda *args: None)
-    out = block(x)
-    handle.remove()
-    return out
-
-
-def assert_native_equals_operators(block, x, runs, calls):
-    """The same output and counts, natively and not; `calls`: how many shards are computed natively."""
-    block.reset_counters()
-    before = runs[0]
-    out = block(x)
-    assert runs[0] - before == calls
-    counts = block.counters.tolist()
-    block.reset_counters()
-    expected = by_operators(block, x)
-    assert runs[0] - before == calls
-    assert counts == block.counters.tolist()
-    assert out.dtype == expected.dtype == x.dtype and out.shape == expected.shape
-    # int8: what is rounded may fall the other way for the last bit of what it is computed from. bf16: native code takes
-    # the factors of `down` as they are, the operator rounds them.
-    tolerance = {"fp32": 1e-5, "int8": 1e-3, "bf16": 1e-4}[block.weights.compute_dtype]
-    size = expected.abs().max().item()
-    torch.testing.assert_close(out, expected, rtol=0, atol=tolerance * size)
 
 
 @needs_kernels

@@ -94,6 +94,12 @@ class Case:
             kind, group_size, rows, cols, **{name: self.place(t) for name, t in held.items() if t is not None}
         )
 
+    def turned(self, matrix: Any) -> Any:
+        """The InputMatrix with the same weights, in buffers of their own."""
+        made = self.quantization.InputMatrix.by_input(matrix)
+        tensors = {name: self.place(tensor) for name, tensor in made.tensors().items()}
+        return type(made)(made.weight_dtype, made.group_size, made.rows, made.cols, tensors)
+
     def index(self, rows: int) -> Tensor | None:
         which = self.random.randrange(5)
         if which == 0:

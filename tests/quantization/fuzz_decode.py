@@ -10,6 +10,7 @@ from torch import Tensor
 from fuzz_case import COMPUTES, TOLERANCE, Case, dense, near, predicted_scores
 
 PAGE_TOKENS = 256
+MARGIN = 3e-4  # of what decides: nearer than that, rounding in fp32 may
 ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (
     torch.nn.functional.silu,
     torch.nn.functional.gelu,
@@ -20,16 +21,34 @@ ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (
 
 
 class Linear:
-    def __init__(self, case: Case, rows: int, cols: int, form: tuple[str | None, int], by_neuron: bool = False) -> None:
+    """`by_neuron`: stored transposed, as what writes. `may_turn`: packed weights may lie by input."""
+
+    def __init__(
+        self,
+        case: Case,
+        rows: int,
+        cols: int,
+        form: tuple[str | None, int],
+        by_neuron: bool = False,
+        may_turn: bool = False,
+    ) -> None:
         self.matrix = case.matrix(rows, cols, form, (rows if by_neuron else cols) ** -0.5)
         width = cols if by_neuron else rows
         self.bias = case.place(case.normal(width)) if case.random.random() < 0.5 else None
         self.case = case
         bias = 0 if self.bias is None else self.bias.data_ptr()
-        self.handle = case.kernels.Linear(self.matrix.native().handle, bias)
+        stored = self.matrix
+        if may_turn and form[0] is not None and case.random.random() < 0.6:
+            stored = case.turned(self.matrix)
+        self.by_input = stored is not self.matrix
+        self.stored = stored  # addresses of its tensors are what the handle holds
+        self.handle = case.kernels.Linear(stored.native().handle, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        y = dense(self.matrix) @ self.case.rounded(x[None], self.matrix)[0]
+        compute = self.case.compute
+        if self.by_input and compute == "int8":
+            compute = "fp32"  # rounds less than a product by rows: only some instruction sets have it in integers
+        y = dense(self.matrix) @ self.case.rounded(x[None], self.matrix, compute)[0]
         return y if self.bias is None else y + self.bias.double()
 
     def sum_of_rows(self, a: Tensor) -> Tensor:
@@ -41,6 +60,33 @@ def rms(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
     return x if weight is None else x * (x.square().mean(-1, keepdim=True) + epsilon).rsqrt() * weight.double()
 
 
+class Thresholds:
+    """Of one place: none, or one per entry, in a buffer of its own. `doubt`: whether rounding may have had an entry
+    fall to the other side of its own, as of the last call.
+    """
+
+    def __init__(self, case: Case, width: int, most: float) -> None:
+        kind = case.random.choice(("none", "any", "all or nothing", "nothing is below"))
+        self.below, self.doubt, self.case, self.any = None, False, case, kind == "any"
+        if kind != "none":
+            each = torch.rand(width, generator=case.generator) * most
+            if not self.any:
+                each = torch.where(each > most / 2, 1e9, 0.0) if kind == "all or nothing" else torch.zeros(width)
+            self.below = case.place(each)
+        self.address = 0 if self.below is None else self.below.data_ptr()
+
+    def keeps(self, values: Tensor) -> Tensor:
+        if self.below is None:
+            return torch.ones_like(values, dtype=torch.bool)
+        above = values.abs() - self.below.double()
+        self.doubt = self.any and (self.case.compute != "fp32" or bool((above.abs() < MARGIN).any()))
+        return above >= 0
+
+    def counts(self, kept: Tensor) -> tuple[int, int]:
+        """Entries kept and offered; zeros where there are no thresholds to count for."""
+        return (0, 0) if self.below is None else (int(kept.sum()), len(kept))
+
+
 class Attention:
     def __init__(self, case: Case, hidden: int, form: tuple[str | None, int], position: int) -> None:
         rng = case.random
@@ -48,7 +94,7 @@ class Attention:
         self.kv_heads, self.queries, self.head_dim = rng.randint(1, 3), rng.randint(1, 4), case.size(70)
         heads, dim = self.kv_heads * self.queries, self.head_dim
         widths = (heads * dim, self.kv_heads * dim, self.kv_heads * dim)
-        self.qkv = [Linear(case, width, hidden, form) for width in widths]
+        self.qkv = [Linear(case, width, hidden, form, may_turn=part == 0) for part, width in enumerate(widths)]
         self.out = Linear(case, heads * dim, hidden, form, by_neuron=True)
         self.scaling, self.softcap = dim**-0.5, rng.choice((0.0, 0.0, 2.0))
         self.window = rng.choice((0, 0, 1, rng.randint(1, 300)))
@@ -70,6 +116,9 @@ class Attention:
         if self.rotary:
             self.made.set_rotation(self.rotation, self.rotary)
         self.made.softcap, self.made.window = self.softcap, self.window
+        self.inputs, self.attended = Thresholds(case, hidden, 1.0), Thresholds(case, heads * dim, 0.5)
+        self.made.set_thresholds(self.inputs.address, self.attended.address)
+        self.doubt = False  # as of Thresholds
         self._make_cache()
 
     def _make_cache(self) -> None:
@@ -95,9 +144,14 @@ class Attention:
         values = torch.cat(pages[side], dim=1).double()
         return values * torch.cat(pages[2 + side], dim=1).double()[..., None] if self.dtype == torch.int8 else values
 
-    def __call__(self, x: Tensor, rotations: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """After the kernel has run, whose new keys and values are looked at here, and then used."""
-        q, k, v = (part(x) for part in self.qkv)
+    def __call__(
+        self, x: Tensor, rotations: list[tuple[Tensor, Tensor]], rules: bool
+    ) -> tuple[Tensor, list[tuple[int, int]]]:
+        """After the kernel has run, whose new keys and values are looked at here, and then used. What it adds, and
+        what is counted of its input and of what it attended to.
+        """
+        seen = self.inputs.keeps(x) if rules else torch.ones_like(x, dtype=torch.bool)
+        q, k, v = (part(torch.where(seen, x, 0.0) if i == 0 else x) for i, part in enumerate(self.qkv))
         q, k = (self._turned(states, norm, rotations) for states, norm in zip((q, k), self.norms, strict=True))
         at, stop = self.position, self.position + 1
         held = [self._held(side, self.pages)[:, :stop] for side in (0, 1)]
@@ -118,8 +172,13 @@ class Attention:
         )
         if self.softcap:
             scores = torch.tanh(scores / self.softcap) * self.softcap
-        attended = torch.einsum("kqt,ktd->kqd", scores.softmax(-1), held[1][:, start:])
-        return self.out.sum_of_rows(attended.flatten())
+        attended = torch.einsum("kqt,ktd->kqd", scores.softmax(-1), held[1][:, start:]).flatten()
+        if not rules:
+            return self.out.sum_of_rows(attended), [(0, 0), (0, 0)]
+        kept = self.attended.keeps(attended)
+        self.doubt = self.inputs.doubt or self.attended.doubt
+        counts = [self.inputs.counts(seen), self.attended.counts(kept)]
+        return self.out.sum_of_rows(torch.where(kept, attended, 0.0)), counts
 
     def _turned(self, states: Tensor, norm: Tensor | None, rotations: list[tuple[Tensor, Tensor]]) -> Tensor:
         states = rms(states, norm, 0.01) if self.all_heads else states
@@ -137,36 +196,61 @@ class Attention:
 class Mlp:
     def __init__(self, case: Case, hidden: int, form: tuple[str | None, int]) -> None:
         rng, self.case, self.neurons = case.random, case, case.size(300)
-        self.gate = Linear(case, self.neurons, hidden, form) if rng.random() < 0.6 else None
-        self.up = Linear(case, self.neurons, hidden, form)
+        self.rule, predicts = rng.random() < 0.6, rng.random() < 0.3
+        turns = not (self.rule and predicts)  # a predictor chooses rows
+        self.gate = Linear(case, self.neurons, hidden, form, may_turn=turns) if rng.random() < 0.6 else None
+        self.up = Linear(case, self.neurons, hidden, form, may_turn=turns and self.gate is None)
         down_form = form if rng.random() < 0.7 else case.format()
         self.down = Linear(case, self.neurons, hidden, down_form, by_neuron=True)
         self.activation = rng.randrange(len(ACTIVATIONS))
         self.made = case.kernels.Mlp(self.up.handle, self.down.handle, self.activation, COMPUTES.index(case.compute))
         if self.gate is not None:
             self.made.gate = self.gate.handle
-        self.made.rule = self.rule = rng.random() < 0.6
-        self.threshold = rng.choice((0.0, 0.05, 0.3, 1e9)) if self.rule else 0.0
+        self.made.rule = self.rule
+        self.inputs = Thresholds(case, hidden, 1.0)
+        self.gates, self.hidden = Thresholds(case, self.neurons, 0.4), Thresholds(case, self.neurons, 0.2)
+        self.made.set_thresholds(self.inputs.address, self.gates.address, self.hidden.address)
         self.predictor = None
-        if self.rule and rng.random() < 0.5:
+        if self.rule and predicts:
             width = case.size(40)
             fc1, fc2 = case.matrix(width, hidden, ("int8", 32)), case.matrix(self.neurons, width, ("int8", 32))
             bias = case.place(case.normal(self.neurons) + rng.choice((-100, 0, 100)))
             self.predictor = fc1, fc2, bias
             self.made.predictor = case.kernels.Predictor(fc1.native().handle, fc2.native().handle, bias.data_ptr())
-        # Whether rounding may have a neuron fall to the other side of what decides.
-        self.sharp = self.rule and (self.threshold not in (0.0, 1e9) or self.predictor is not None)
+        self.doubt = False  # as of Thresholds
 
-    def __call__(self, x: Tensor, rules: bool) -> tuple[Tensor, int]:
-        """What it adds, and how many neurons were computed."""
-        gate = ACTIVATIONS[self.activation]((self.gate or self.up)(x))
+    def __call__(self, x: Tensor, rules: bool) -> tuple[Tensor, list[tuple[int, int]]]:
+        """What it adds, and what is counted of its input, gates and hidden states."""
+        rules = self.rule and rules
+        seen = self.inputs.keeps(x) if rules else torch.ones_like(x, dtype=torch.bool)
+        gate = ACTIVATIONS[self.activation]((self.gate or self.up)(torch.where(seen, x, 0.0)))
         hidden = gate if self.gate is None else gate * self.up(x)
-        if not (self.rule and rules):
-            return self.down.sum_of_rows(hidden), 0
-        kept = gate.abs() >= self.threshold if self.threshold else gate != 0
+        if not rules:
+            return self.down.sum_of_rows(hidden), [(0, 0)] * 3
+        kept = gate != 0 if self.gates.below is None else self.gates.keeps(gate)
+        self.doubt = self.inputs.doubt or self.gates.doubt
         if self.predictor is not None:
-            kept &= predicted_scores(self.case, *self.predictor, x) > 0
-        return self.down.sum_of_rows(torch.where(kept, hidden, 0.0)), int(kept.sum())
+            scores = predicted_scores(self.case, *self.predictor, x)
+            kept &= scores > 0
+            self.doubt = self.doubt or self.case.compute != "fp32" or bool((scores.abs() < MARGIN).any())
+        stays = kept & self.hidden.keeps(hidden)
+        self.doubt = self.doubt or self.hidden.doubt
+        counts = [self.inputs.counts(seen), *((int(places.sum()), self.neurons) for places in (kept, stays))]
+        return self.down.sum_of_rows(torch.where(stays, hidden, 0.0)), counts
+
+    def off(self) -> int:
+        """How many gates more or less may be counted: a sum that is zero may come out as less than nothing, and a small
+        GELU as zero.
+        """
+        if self.gates.below is not None:
+            return 0
+        return 3 if self.case.compute == "fp32" and self.activation >= 3 else self.neurons
+
+
+def check_counts(counted: list[list[int]], expected: list[tuple[int, int]], off: list[int], text: str) -> None:
+    for (kept, offered), (wanted, of), most in zip(counted, expected, off, strict=True):
+        if offered != of or not 0 <= kept <= of or abs(kept - wanted) > most:
+            raise AssertionError(f"counted {counted}, not {expected}, or {off} off; {text}")
 
 
 def decode(case: Case) -> str:
@@ -207,7 +291,7 @@ def decode(case: Case) -> str:
         rotations.append((case.place(angles.cos()), case.place(angles.sin())))
     rotation_table = case.place(torch.tensor([[cos.data_ptr(), sin.data_ptr()] for cos, sin in rotations]))
     tables = case.place(torch.tensor([[a.table.data_ptr(), a.code] if a else [0, 0] for _, a, _ in layers]))
-    computed = case.place(torch.zeros(count, 2, dtype=torch.int64)) if rng.random() < 0.7 else None
+    computed = case.place(torch.zeros(count, 5, 2, dtype=torch.int64)) if rng.random() < 0.7 else None
     out = case.buffer(hidden if head is None else head.matrix.rows)
     decoder.run(
         0,
@@ -225,30 +309,23 @@ def decode(case: Case) -> str:
     )
 
     text = f"{part} x {count}, hidden {hidden}, {form}, {case.compute}, position {position}, {threads} threads"
-    states, sharp = x.double(), False
-    for number, (norms, attention, mlp) in enumerate(layers):
-        added = None
-        if attention is not None:
-            # Errors of what came before grow where a norm blows up small states.
-            added = attention(rms(states, norms[0], 0.01), rotations) if not sharp else None
-        if sharp:
-            break
-        if added is not None:
-            states = states + rms(added, norms[1], 0.01) if part != "attention" else added
-        if mlp is not None:
-            added, kept = mlp(rms(states, norms[2], 0.01), rules)
-            states = states + rms(added, norms[3], 0.01) if part != "mlp" else added
-            sharp = sharp or (mlp.sharp and rules and case.compute != "fp32")
-            if computed is not None:
-                offered = mlp.neurons if mlp.rule and rules else 0
-                # A sum that is zero may come out as less than nothing, and a small GELU as zero.
-                off = abs(int(computed[number, 0]) - kept) if case.compute == "fp32" and mlp.activation >= 3 else 0
-                if int(computed[number, 1]) != offered or not 0 <= int(computed[number, 0]) <= offered or off > 3:
-                    raise AssertionError(f"counted {computed[number].tolist()}, not {[kept, offered]}; {text}")
     if not bool(out.isfinite().all()):
         raise AssertionError(f"not finite; {text}")
-    if sharp:
-        return text
+    states = x.double()
+    for number, (norms, attention, mlp) in enumerate(layers):
+        counts, off = [(0, 0)] * 5, [0] * 5
+        if attention is not None:
+            added, counts[3:] = attention(rms(states, norms[0], 0.01), rotations, rules)
+            states = states + rms(added, norms[1], 0.01) if part != "attention" else added
+        if mlp is not None:
+            added, counts[:3] = mlp(rms(states, norms[2], 0.01), rules)
+            states = states + rms(added, norms[3], 0.01) if part != "mlp" else added
+            off[1:3] = [mlp.off()] * 2
+        doubt = any(block is not None and block.doubt for block in (attention, mlp))
+        if computed is not None:
+            check_counts(computed[number].tolist(), counts, [10**6] * 5 if doubt else off, text)
+        if doubt:
+            return text  # errors of what came before grow where a norm blows up small states
     if head is not None:
         states = head(rms(states, final, 0.01))
         states = torch.tanh(states / cap) * cap if cap else states

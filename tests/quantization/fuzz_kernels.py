@@ -100,6 +100,37 @@ def products(case: Case) -> str:
     return text
 
 
+def by_input(case: Case) -> str:
+    large = case.random.random() < 0.1  # enough for several threads
+    rows, cols, (kind, group_size) = case.size(1300 if large else 300), case.size(700 if large else 200), case.format()
+    matrix = case.matrix(rows, cols, (kind or "nf4", group_size))
+    four_bit, turned = matrix.codes.dtype == torch.uint8, case.turned(matrix)
+    text = f"{case.compute} {matrix}"
+    for codes, of, columns in ((turned.codes, matrix.codes, len(turned.codes)), (matrix.codes, turned.codes, rows)):
+        out = case.buffer(*codes.shape, dtype=codes.dtype)
+        case.native.turn(case.level, of, four_bit, columns, out)
+        if not torch.equal(out, codes):
+            raise AssertionError(f"turn: other bits there or back; {text}")
+    x, index = case.place(case.normal(1, cols)), case.index(cols)
+    if index is None:
+        index = case.place(torch.arange(cols))
+    y = case.buffer(1, turned.scales.shape[1])
+    if not turned.native().input_product(case.level, x, index, case.compute, y):
+        raise AssertionError(f"input product: a good index is refused; {text}")
+    left, weight = x[:, index].double(), matrix._dequantize_in_torch(torch.float32, None).double()[:, index]
+    magnitude = weight.abs() + matrix.scales.float().abs().max().item() * 256
+    bound = 2.0**-20 * (left.abs() @ magnitude.T) + 1e-30
+    if case.compute == "int8" and len(index):  # factors of 16 bits
+        bound = bound + left.abs().max() / 65024 * magnitude.sum(1)
+    near(f"input product, {text}, {len(index)} inputs", y[:, :rows], left @ weight.T, bound)
+    before, bad = y.clone(), case.place(torch.tensor(case.random.choice(([cols], [-1], [0, 0], [2**40]))))
+    if turned.native().input_product(case.level, x, bad, case.compute, y):
+        raise AssertionError(f"input product: index {bad.tolist()} is taken; {text}")
+    if not torch.equal(before, y):
+        raise AssertionError("input product: an index that is refused changes what was there")
+    return f"{text} index {len(index)}"
+
+
 def active_neurons(case: Case) -> str:
     hidden, width, neurons = case.size(400), case.size(60), case.size(500)
     form = ("int8", 32) if case.random.random() < 0.7 else case.format()
@@ -121,7 +152,7 @@ def check_active(case: Case, got: Tensor, scores: Tensor) -> None:
         raise AssertionError("active_neurons: one is missing")
 
 
-CALLS = (products, decode, quantize, decode, dequantize, products, decode, active_neurons)
+CALLS = (products, decode, quantize, by_input, decode, dequantize, products, decode, active_neurons)
 
 
 def load(kernels: Path | None) -> tuple[Any, ...]:
