@@ -32,10 +32,10 @@ COMPARED_RECALL = 0.98  # at which widths are compared
 WEIGHT_DTYPES = ("nf4", "int8")
 GROUP = 32  # widths are multiples of it: rows are stored in groups of so many
 ACTIVE_PER_UNIT = 4
-COLLECTED_BYTES = 400_000_000  # held in memory at once; more layers than fit are collected in several passes
+COLLECTED_BYTES = 1_000_000_000  # held in memory at once; more layers than fit are collected in several passes
 EPOCHS, PATIENCE, BATCH, LEARNING_RATE = 6, 2, 128, 1e-2
 DIRECTION_TOKENS = 2048  # that principal directions are taken from
-SEARCH_STEPS = 7
+SEARCH_STEPS = 6
 LOSS_LOGITS = 1 << 25  # that a layer's loss is measured on, a row at least
 
 
@@ -161,8 +161,9 @@ def _choices(block: HybridMLP, fit: Seen, test: Seen, largest: float, seed: int)
         """Bytes read at COMPARED_RECALL by an untrained predictor; infinite where none is small enough."""
         if not (fitting := _fitting(block, width, largest)):
             return math.inf
-        judged = _judge(block, _packed(*_start(block, fit, directions, width, seed)), fitting[0], test)
-        return dict(judged)[COMPARED_RECALL].read
+        tensors = _packed(*_start(block, fit, directions, width, seed))
+        ((_, choice),) = _judge(block, tensors, fitting[0], test, (COMPARED_RECALL,))
+        return choice.read
 
     width = start
     while read_at(_half(width)) < read_at(width):
@@ -271,20 +272,20 @@ def _train(block: HybridMLP, fit: Seen, start: tuple[Tensor, Tensor, Tensor], se
 
 
 def _judge(
-    block: HybridMLP, tensors: dict[str, Tensor], weight_dtype: str, test: Seen
+    block: HybridMLP, tensors: dict[str, Tensor], weight_dtype: str, test: Seen, recalls: tuple[float, ...] = RECALLS
 ) -> Iterator[tuple[float, Choice]]:
-    """For each of RECALLS the predictor that is shifted so far, and what it does on held-out text."""
+    """For each of `recalls` the predictor that is shifted so far, and what it does on held-out text."""
     built = Predictor.from_tensors(tensors, torch.device("cpu"), weight_dtype)
     scores = torch.cat([built.scores(part.float()) for part in test.x.split(1024)])
     found, order = scores[test.active].sort()
     sizes = test.outputs[test.active][order].double().square().cumsum(0)
     margin = 1e-4 * float(scores.std())  # a score is never asked to be above itself
     exactly = _read_exactly(block, test)
-    for recall in RECALLS:
+    for recall in recalls:
         least = float(found[int((1 - recall) * len(found))]) - margin
         missed = int(torch.searchsorted(found, least, right=True))
         lost = float(sizes[missed - 1] / sizes[-1].clamp_min(1e-30)) if missed else 0.0
-        hits, named = len(found) - missed, int((scores > least).sum())
+        hits, named = len(found) - missed, int(torch.count_nonzero(scores > least))
         read = built.nbytes + _read(block, named / scores.numel(), hits / scores.numel())
         planned = PlannedPredictor(
             {**tensors, "bias": tensors["bias"] - least},

@@ -223,7 +223,7 @@ inline void add_unpacked(const Matrix& matrix, const Selection& selection, const
 
 // Where in a selection of a matrix's rows the first one is that is not before `row`.
 inline int64_t place_of(const Selection& selection, int64_t row) {
-    if (!selection.index) return row;
+    if (!selection.index) return smaller(row, selection.count);  // an empty index has no address either
     int64_t low = 0, high = selection.count;
     while (low < high) {
         const int64_t middle = (low + high) / 2;
