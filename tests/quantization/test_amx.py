@@ -47,7 +47,7 @@ class Weights:
     ) -> Tensor | None:
         """`name`: row_product or accumulate. None where the index is refused."""
         packed = [0 if t is None else t.data_ptr() for t in (self.codes, self.scales, self.offsets, self.table)]
-        matrix = kernels.Matrix(*packed, self.rows, self.cols, self.group_size)
+        matrix = kernels.Matrix(*packed, self.rows, self.cols, self.group_size, False)
         count = self.rows if index is None else len(index)
         if out is None:
             out = torch.full((x.shape[0], count if name == "row_product" else self.cols), torch.nan)
