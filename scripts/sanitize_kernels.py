@@ -36,7 +36,9 @@ FLAGS = (
     "-fno-sanitize-recover=undefined",
 )
 SANITIZER_OPTIONS = {
-    "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0:exitcode=99:detect_stack_use_after_return=1",
+    # Not detect_stack_use_after_return: its frames are not aligned for registers of 64 bytes (GCC 12), so that correct
+    # code faults.
+    "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0:exitcode=99:detect_stack_use_after_return=0",
     "UBSAN_OPTIONS": "print_stacktrace=1:exitcode=99",
 }
 

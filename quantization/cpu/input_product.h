@@ -74,7 +74,8 @@ void inputs_as_integers(const Matrix& matrix, const InputGroup& group, const Sel
     }
     const float scale = from_bits(largest_magnitude_bits(values, padded)) / whole_limit;
     const float inverse = scale >= smallest_scale ? 1.0f / scale : 0.0f;
-    alignas(64) uint8_t low[128], high[128];  // the bytes of 4 factors side by side are what a SumBlock takes
+    uint32_t lows[32], highs[32];  // the bytes of 4 factors side by side are what a SumBlock takes
+    uint8_t *low = reinterpret_cast<uint8_t*>(lows), *high = reinterpret_cast<uint8_t*>(highs);
     int32_t total = 0;
     for (int64_t i = 0; i < padded; i++) {
         const int32_t number = static_cast<int32_t>(to_whole(values[i] * inverse, whole_limit));
@@ -82,11 +83,9 @@ void inputs_as_integers(const Matrix& matrix, const InputGroup& group, const Sel
         low[i] = static_cast<uint8_t>(number);
         high[i] = static_cast<uint8_t>((number + 128) >> 8);
     }
-    const uint32_t* lows = reinterpret_cast<const uint32_t*>(low);
-    const uint32_t* highs = reinterpret_cast<const uint32_t*>(high);
     const int32_t constant = -128 * total;
     for (int64_t c = first; c < last; c += Block::columns) {
-        alignas(64) int32_t sums[block_columns];
+        int32_t sums[block_columns];
         float scaled[block_columns] = {};
         const int64_t byte = Row<kind>::columns_to_bytes(c);
         Block::start(&constant, sums);
