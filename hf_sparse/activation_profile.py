@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,15 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from hf_sparse.modeling import BlockId, HybridBlock, HybridMLP, Place, hybrid_blocks, skipping
 from hf_sparse.quantization import NeuronMatrix
 
-from .log import logger, warn_once
+from .log import logger
 from .model import SparseMixin
+from .plan_store import keep_aside
 
 SAMPLED = 1 << 13  # values of a place, for quantiles
 QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
@@ -57,9 +57,8 @@ class ActivationProfile:
     def __init__(self, model: SparseMixin) -> None:
         self.model = model
         self.rows = 0  # that were measured
-        self.sums: dict[
-            tuple[BlockId, Place], Tensor
-        ] = {}  # [KINDS, (active, magnitude, its square, gradient's), entries]
+        # [KINDS, (active, magnitude, its square, gradient's), entries]
+        self.sums: dict[tuple[BlockId, Place], Tensor] = {}
         self.samples: dict[tuple[BlockId, Place], Tensor] = {}
         self.tokens = torch.zeros(len(KINDS), dtype=torch.float64, device="cpu")
 
@@ -177,17 +176,9 @@ class ActivationProfile:
         tensors = {"tokens": self.tokens}
         for (id, place), sums in self.sums.items():
             tensors |= {f"{id}.{place}.sums": sums, f"{id}.{place}.samples": self.samples[id, place]}
-        written = aside.with_name(f"{aside.name}.{os.getpid()}.tmp")
-        try:
-            aside.parent.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, written, metadata={"key": key, "rows": str(self.rows)})
-            written.replace(aside)
-        except OSError as error:
-            warn_once(f"calibration cannot be kept in {aside} ({error}): after a kill it begins anew")
+        keep_aside(aside, tensors, {"key": key, "rows": str(self.rows)}, "profile")
 
     def _resume(self, aside: Path, key: str) -> None:
-        from safetensors import safe_open
-
         if not aside.exists():
             return
         try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,23 +17,24 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.utils import logging as transformers_logging
 
-from hf_sparse.modeling import BlockId, HybridBlock, HybridMLP, SkipRule, has_exact_zeros, hybrid_blocks
+from hf_sparse.modeling import BlockId, HybridMLP, Place, SkipRule, has_exact_zeros, hybrid_blocks
 
 from . import __version__
 from .activation_profile import ActivationProfile, row_bytes, thresholds
 from .config import SparseConfig
 from .evaluation import perplexity, vocabulary_size
-from .log import logger, warn_once
+from .log import logger
 from .model import SparseMixin, decoder_of
 from .plan import BlockProfile, PlacementPlan, PlanKey, PlannedPredictor
+from .plan_store import keep_aside
 from .predictor_training import train_predictors
 from .texts import read_texts, token_stream
 
 ROW_TOKENS = 256
+TARGET_TOLERANCE = 0.02  # of a share
 TEXT_ASIDE, PROFILE_ASIDE = "calibration_text.safetensors", "calibration_profile.safetensors"
 
 
@@ -68,12 +68,10 @@ def calibrate(
         predictors: dict[BlockId, PlannedPredictor] = {}
         limit = dense * (1 + options.max_perplexity_increase)
         search = Search(model, profile, rules, held_out)
-        if options.target_sparsity is not None:
-            wanted = options.target_sparsity
+        if (wanted := options.target_sparsity) is not None:
             rules = search.rules(search.find(lambda perplexity, unread: unread <= wanted))
         elif options.max_perplexity_increase > 0:
-            if len(rules) < len(mlps):
-                rules = search.rules(search.find(lambda perplexity, unread: perplexity <= limit))
+            rules = search.rules(search.find(lambda perplexity, unread: perplexity <= limit))
             if exact := {id: mlps[id] for id in rules if rules[id].kind == "exact"}:
                 progress.set_description("Calibrating (predictors)")
                 _set_rules(model, rules)
@@ -84,8 +82,16 @@ def calibrate(
         rules |= {id: SkipRule() for id in mlps if id not in rules}
         _set_rules(model, rules)
         model.reset_active_fraction()
-        sparse = perplexity(model, held_out, "always") if any(r.kind != "none" for r in rules.values()) else dense
+        with _counting(model) as counts:
+            sparse = perplexity(model, held_out, "always")
         read = model.read_share() or 1.0
+        if wanted is not None and abs(1 - read - wanted) > TARGET_TOLERANCE:
+            logger.warning(
+                "target_sparsity: asked %.0f%%, but the rules leave %.0f%% of the weights of the blocks unread: layers "
+                "that have exact zeros keep the exact rule, and weights that are not packed are read whole.",
+                100 * wanted,
+                100 * (1 - read),
+            )
         report: dict[str, Any] = {
             "tokens": rows.numel(),
             "held_out_tokens": held_out.numel(),
@@ -95,11 +101,20 @@ def calibrate(
             "max_perplexity_increase": None if options.target_sparsity else options.max_perplexity_increase,
             "target_sparsity": options.target_sparsity,
             "bytes_read_share": read,
-            "read_shares": {str(block.id): round(_read_share(block), 4) for block in hybrid_blocks(model)},
+            "read_shares": {
+                str(block.id): round(block.read_bytes() / block.weight_bytes, 4) for block in hybrid_blocks(model)
+            },
             "quantiles": _quantiles(profile),
+            "heads": _heads(profile),
         }
         blocks = {
-            block.id: BlockProfile(profile.impact(block), _active(block, profile)) for block in hybrid_blocks(model)
+            block.id: BlockProfile(
+                profile.impact(block),
+                counts[block.id] / held_out.numel()
+                if block.id in mlps and rules[block.id].kind != "none"
+                else torch.ones(block.neurons),
+            )
+            for block in hybrid_blocks(model)
         }
         _set_rules(model, {})
     if directory is not None:
@@ -140,21 +155,26 @@ def _check_dense(perplexity: float, vocabulary: int) -> None:
         )
 
 
-def _active(block: HybridBlock, profile: ActivationProfile) -> Tensor:
-    """float32 [neurons]: how often each is computed, under the rule that the block has now."""
-    if not isinstance(block, HybridMLP) or block.rule.kind == "none":
-        return torch.ones(block.neurons)
-    if block.rule.kind in ("exact", "predicted"):
-        return profile.at(block.id, "gate").active
-    # of the share that was computed on held-out text, the more to those that reach their thresholds easily
-    return torch.full((block.neurons,), block.kept("gate"))
+@contextmanager
+def _counting(model: SparseMixin) -> Iterator[dict[BlockId, Tensor]]:
+    """For each MLP, how many of the tokens that pass meanwhile every neuron's rows of up are read for: float32
+    [neurons].
+    """
+    mlps = [block for block in hybrid_blocks(model) if isinstance(block, HybridMLP)]
+    counts = {block.id: torch.zeros(block.neurons) for block in mlps}
 
+    def look(id: BlockId, place: Place, values: Tensor) -> Tensor:
+        if place == "hidden":
+            counts[id] += (values != 0).sum(0)
+        return values
 
-def _read_share(block: HybridBlock) -> float:
-    """Of the bytes of its weights, its predictor's added to what is read, by counts since the last reset."""
-    predictor = block.predictor if isinstance(block, HybridMLP) else None
-    whole = sum(matrix.nbytes for shard in block.shards for matrix in shard.matrices.values())
-    return (block.read_bytes() + (0 if predictor is None else predictor.nbytes)) / whole
+    for block in mlps:
+        block.probe = lambda place, values, id=block.id: look(id, place, values)
+    try:
+        yield counts
+    finally:
+        for block in mlps:
+            block.probe = None
 
 
 def _quantiles(profile: ActivationProfile) -> dict[str, list[float]]:
@@ -162,6 +182,15 @@ def _quantiles(profile: ActivationProfile) -> dict[str, list[float]]:
         f"{block.id}.{place}": [float(f"{q:.4g}") for q in profile.at(block.id, place).quantiles]
         for block, place in profile.places()
     }
+
+
+def _heads(profile: ActivationProfile) -> dict[str, list[float]]:
+    """Of each attention block, what its query heads hand to the output projection."""
+    heads = getattr(profile.model.config, "num_attention_heads", None)
+    if heads is None:
+        return {}
+    blocks = [block for block in hybrid_blocks(profile.model) if block.id.kind == "attention"]
+    return {str(b.id): [float(f"{v:.4g}") for v in profile.heads(b, b.width_of("output") // heads)] for b in blocks}
 
 
 # Texts
@@ -206,13 +235,7 @@ def _kept_aside(directory: Path | None, of: dict[str, Any], make: Callable[[], A
             logger.warning("The text of an earlier calibration in %s cannot be read: %s", file, error)
     stream, generated = make()
     if file is not None:
-        written = file.with_name(f"{file.name}.{os.getpid()}.tmp")
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            save_file({"stream": stream, "generated": generated}, written, metadata={"settings": settings})
-            written.replace(file)
-        except OSError as error:
-            warn_once(f"calibration cannot be kept in {file.parent} ({error}): after a kill it begins anew")
+        keep_aside(file, {"stream": stream, "generated": generated}, {"settings": settings}, "text")
     return stream, generated
 
 
@@ -301,6 +324,8 @@ class Search:
     def find(self, fits: Callable[[float, float], bool]) -> float:
         """The highest level at which `fits(perplexity, share unread)` holds, within 2%: both grow with it."""
         low, high, level = 0.0, math.inf, self._start()
+        if self.rules(level).keys() == self.exact.keys():
+            return 0.0  # every layer has exact zeros
         while high == math.inf or high > 1.02 * low:
             if fits(*self.cost(level)):
                 low = level

@@ -57,17 +57,14 @@ def perplexity(model: PreTrainedModel, rows: Tensor, mode: Skipping) -> float:
 
 
 def bytes_per_token(model: PreTrainedModel, rules: bool = True) -> int:
-    """Of weights that are read to decode one token alone: head, attention, MLPs, predictors. With `rules`, of MLPs that
-    counted any (`HybridBlock.counters`) the share that was kept. Not in it: the cache, norms, the embedding of
+    """Of weights that are read to decode one token alone: head, attention, MLPs, predictors. With `rules`, of blocks
+    that counted any (`HybridBlock.counters`) the share that was kept. Not in it: the cache, norms, the embedding of
     the token, and the gates that a predictor asked for in vain.
     """
     head: Any = model.get_output_embeddings()
     total = float(head.matrix.nbytes if isinstance(head, PackedHead) else head.weight.nbytes)
     for block in hybrid_blocks(model):
-        if rules and isinstance(block, HybridMLP) and block.predictor is not None:
-            total += block.predictor.nbytes
-        whole = sum(matrix.nbytes for shard in block.shards for matrix in shard.matrices.values())
-        total += block.read_bytes() if rules else whole
+        total += block.read_bytes() if rules else block.weight_bytes
     return round(total)
 
 

@@ -216,9 +216,7 @@ class SparseMixin(PreTrainedModel, GenerationMixin):
         blocks = list(hybrid_blocks(self))
         if not any(bool(block.counters[:, 1].any()) for block in blocks):
             return None
-        predictors = sum(b.predictor.nbytes for b in blocks if isinstance(b, HybridMLP) and b.predictor is not None)
-        whole = sum(m.nbytes for block in blocks for shard in block.shards for m in shard.matrices.values())
-        return (sum(block.read_bytes() for block in blocks) + predictors) / whole
+        return sum(block.read_bytes() for block in blocks) / sum(block.weight_bytes for block in blocks)
 
     def reset_active_fraction(self) -> None:
         for block in hybrid_blocks(self):
@@ -411,9 +409,4 @@ def block_neurons(model: nn.Module) -> dict[BlockId, int]:
 
 def attended_widths(model: nn.Module) -> dict[BlockId, int]:
     """Of each attention block, the entries that its output projection reads."""
-    return {
-        block.id: sum(p.rows) * block.neurons
-        for block in hybrid_blocks(model)
-        for p in block.projections.values()
-        if p.writes and block.id.kind == "attention"
-    }
+    return {b.id: b.width_of("output") for b in hybrid_blocks(model) if b.id.kind == "attention"}

@@ -19,6 +19,7 @@ import huggingface_hub
 import torch
 from filelock import FileLock, Timeout
 from safetensors.torch import save
+from torch import Tensor
 
 from hf_sparse.modeling import BlockId, Placement, Tier
 
@@ -111,6 +112,19 @@ def save_or_warn(plan: PlacementPlan, directory: Path) -> bool:
     return _written(lambda: plan.save_pretrained(directory), directory, "plan", "the next load calibrates again")
 
 
+def keep_aside(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str], what: str) -> None:
+    """Writes what a calibration has so far, for one that is killed. Where that cannot be done, warns once."""
+    packed = save(tensors, metadata)
+    _written(lambda: _replace(file, packed), file.parent, what, "a calibration that is killed begins anew")
+
+
+def _replace(file: Path, contents: bytes) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".", dir=file.parent) as aside:
+        Path(aside, file.name).write_bytes(contents)
+        Path(aside, file.name).replace(file)
+
+
 def _written(write: Callable[[], None], directory: Path, what: str, consequence: str) -> bool:
     try:
         write()
@@ -156,13 +170,7 @@ def save_placement(directory: Path, key: str, solution: Solution) -> bool:
     tensors = {str(id): tier_of.to(torch.uint8) for id, tier_of in solution.placement.assignment.items()}
     packed = save(tensors, {"placement": json.dumps(fields, allow_nan=False)})
 
-    def write() -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".", dir=path.parent) as aside:
-            Path(aside, path.name).write_bytes(packed)
-            Path(aside, path.name).replace(path)
-
-    return _written(write, directory, "placement", "the next load solves it again")
+    return _written(lambda: _replace(path, packed), directory, "placement", "the next load solves it again")
 
 
 def load_placement(directory: Path, key: str, tiers: Sequence[Tier], neurons: Mapping[BlockId, int]) -> Solution | None:

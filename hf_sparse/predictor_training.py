@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from hf_sparse.modeling import BlockId, HybridMLP, Predictor, SkipRule, hybrid_blocks, skipping
+from hf_sparse.modeling import BlockId, HybridMLP, Place, Predictor, SkipRule, hybrid_blocks, skipping
 
+from .activation_profile import column_norms
 from .evaluation import perplexity, vocabulary_size
 from .log import logger
 from .model import SparseMixin
@@ -112,29 +113,36 @@ def _groups(mlps: dict[BlockId, HybridMLP], tokens: int) -> Iterator[dict[BlockI
 
 
 def _collect(model: SparseMixin, mlps: dict[BlockId, HybridMLP], rows: Tensor) -> dict[BlockId, Seen]:
-    seen: dict[BlockId, list[tuple[Tensor, ...]]] = {id: [] for id in mlps}
+    seen: dict[BlockId, dict[Place, list[Tensor]]] = {id: {"input": [], "gate": [], "hidden": []} for id in mlps}
+    norms = {id: column_norms(block) for id, block in mlps.items()}
 
-    def observe(id: BlockId, norms: Tensor, x: Tensor, gate: Tensor, hidden: Tensor) -> None:
-        sizes = (hidden.float() * norms).abs()
-        sizes /= sizes.norm(dim=1, keepdim=True).clamp_min(1e-30)
-        seen[id].append((x.clone(), gate != 0, sizes.bfloat16()))
+    def look(id: BlockId, place: Place, values: Tensor) -> Tensor:
+        if place == "input":
+            kept = values.clone()
+        elif place == "gate":
+            kept = values != 0
+        else:
+            sizes = (values.float() * norms[id]).abs()
+            kept = (sizes / sizes.norm(dim=1, keepdim=True).clamp_min(1e-30)).bfloat16()
+        seen[id][place].append(kept)
+        return values
 
     for id, block in mlps.items():
-        norms = _weight(block, block.names.down).norm(dim=0)
-        block.observer = lambda *values, id=id, norms=norms: observe(id, norms, *values)
+        block.probe = lambda place, values, id=id: look(id, place, values)
     try:
         with torch.no_grad(), skipping("never"):
             for row in rows:
                 model.base_model(row[None], use_cache=False)
     finally:
         for block in mlps.values():
-            block.observer = None
-    return {id: Seen(*(torch.cat(part) for part in zip(*parts, strict=True))) for id, parts in seen.items()}
+            block.probe = None
+    return {id: Seen(*map(torch.cat, parts.values())) for id, parts in seen.items()}
 
 
 def _weight(block: HybridMLP, name: str) -> Tensor:
-    """float32, as in the checkpoint: [out, in]."""
-    return block.dequantize()[f"{block.prefix}{name}.weight"]
+    """float32 [rows, in], of a projection that does not write."""
+    (shard,) = block.shards
+    return shard.by_neuron(name).dequantize()
 
 
 # One layer

@@ -170,6 +170,11 @@ class HybridBlock(nn.Module):
         kept, offered = self.counters[self.places.index(place)].tolist()
         return kept / offered if offered else 1.0
 
+    @property
+    def weight_bytes(self) -> int:
+        """Of its projections' weights, on all tiers."""
+        return sum(matrix.nbytes for shard in self.shards for matrix in shard.matrices.values())
+
     def read_bytes(self) -> float:
         """Of weights, per token to which rules applied since the last reset; all where there was none."""
         return sum(

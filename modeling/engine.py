@@ -234,7 +234,7 @@ class Engine:
         """Whether a calibration or a hook wants to see what modules compute."""
         if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
             return True
-        if any(mlp.observer or mlp.probe or attention.probe for attention, mlp in self._blocks):
+        if any(mlp.probe or attention.probe for attention, mlp in self._blocks):
             return True
         if not any(self._hooks) and len(self._hooks_of_base) == 1:  # ours
             return False

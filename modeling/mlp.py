@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,10 +39,6 @@ class MLPNames:
     fused: bool = False
 
 
-# (input [tokens, d_model], activated gate [tokens, neurons], hidden [tokens, neurons]): what a calibration looks at.
-Observer = Callable[[Tensor, Tensor, Tensor], None]
-
-
 class HybridMLP(HybridBlock):
     """`down(act(gate(x)) * up(x))`, or `down(act(up(x)))` where the family has no gate.
 
@@ -61,7 +57,6 @@ class HybridMLP(HybridBlock):
         self.activation = activation
         self.skips_inputs_of = None if names.fused else names.gate or names.up
         self.predictor: Predictor | None = None
-        self.observer: Observer | None = None
         # what was built for the shards, by place, and from what: [level, shards, rule, predictor, activation]
         self._native: tuple[list[Any], list[NativeMLP | None]] | None = None
 
@@ -72,6 +67,10 @@ class HybridMLP(HybridBlock):
         """
         offered = int(self.counters[self.places.index("gate")][1])
         return self.kept("gate") if offered else None
+
+    def read_bytes(self) -> float:
+        """The predictor's too."""
+        return super().read_bytes() + (0 if self.predictor is None else self.predictor.nbytes)
 
     def read_share_of(self, name: str, matrix: NeuronMatrix | InputMatrix) -> float:
         """Without the gates that a predictor asked for in vain."""
@@ -93,7 +92,7 @@ class HybridMLP(HybridBlock):
         natives = self._native_shards(x, rule)
         predicted = None
         if rule is not None and self.predictor is not None and None in natives:
-            alone = x.shape[0] == 1 and not self._watched()
+            alone = x.shape[0] == 1 and self.probe is None
             predict = self.predictor.active_index if alone else self.predictor.active
             predicted = predict(x, self.weights.compute_dtype)
         parts = run_side_by_side(
@@ -112,7 +111,7 @@ class HybridMLP(HybridBlock):
         none, level, activation = [None] * len(self.shards), native.level(), self.activation
         if level is None or x.shape[0] != 1 or (x.requires_grad and torch.is_grad_enabled()):
             return none
-        if self._watched() or activation._forward_hooks or activation._forward_pre_hooks:
+        if self.probe is not None or activation._forward_hooks or activation._forward_pre_hooks:
             return none  # someone wants to see what is in between
         state = [level, self.shards, self.rule, self.predictor, activation]
         if self._native is None or not all(map(operator.is_, state, self._native[0])):
@@ -121,9 +120,6 @@ class HybridMLP(HybridBlock):
         if rule is not None and self.predictor is not None and not all(made and made.predicts for made in natives):
             return none
         return natives
-
-    def _watched(self) -> bool:
-        return self.probe is not None or self.observer is not None
 
     def _native_shard(self, shard: Shard, level: int) -> NativeMLP | None:
         try:
@@ -147,7 +143,7 @@ class HybridMLP(HybridBlock):
         x = x.to(device)
         if made is not None:
             return made.run(x, rule is not None, self.counters)
-        gather = rule is not None and x.shape[0] <= FEW_ROWS and not self._watched()
+        gather = rule is not None and x.shape[0] <= FEW_ROWS and self.probe is None
         active = index = None
         if predicted is not None and predicted.dtype == torch.bool:
             active = predicted.to(device)[:, shard.neurons]
@@ -181,8 +177,6 @@ class HybridMLP(HybridBlock):
                     local = union(kept)
                     index, hidden = (local if index is None else index[local]), hidden[:, local]
             self.count("hidden", int(kept.sum()), len(x) * len(shard.neurons))
-        if self.observer is not None:
-            self.observer(x, gate, hidden)
         down = shard.by_neuron(names.down)
         return gathered_accumulate(down, hidden, index, compute_dtype=self.weights.compute_dtype)
 

@@ -35,8 +35,8 @@ def gathered_row_product(
     it is; "bf16" rounds it to bfloat16; "int8" rounds each group of `matrix.group_size` columns of a row to whole
     multiples of its absmax / 32512, held in two signed bytes, and multiplies integers (a row that holds NaN or infinity
     becomes NaN); with many rows, on a CPU with AMX, it is what "bf16" is. An unpacked matrix takes x as it is, or
-    multiplies in its own dtype. The gradient is that of the product
-    without rounding, computed with `compute_dtype` in turn.
+    multiplies in its own dtype. The gradient is that of the product without rounding, computed with `compute_dtype` in
+    turn.
 
     Raises ValueError for another shape, dtype, device or index.
     """

@@ -18,11 +18,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from hf_sparse.activation_profile import ActivationProfile, thresholds
+
 GATE = "act"  # the activated gate; every other place is the input of the linear module of that name
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 LINEARS = (*ATTENTION, *MLP)
-OURS = ("q_proj", "o_proj", "gate_proj", GATE, "down_proj")
+OURS = {  # the library's places, and what they are here
+    ("attention", "input"): "q_proj",
+    ("attention", "output"): "o_proj",
+    ("mlp", "input"): "gate_proj",
+    ("mlp", "gate"): GATE,
+    ("mlp", "hidden"): "down_proj",
+}
 AT_ONCE = 4  # rows of tokens that pass through the model together
 SAMPLED = 128  # tokens whose vectors are kept: thresholds are quantiles of them
 SORTED = 1 << 16  # values of a place that its quantiles are read from
@@ -54,7 +62,7 @@ class Dropper:
         self.model = model
         self.setting: Setting = {}
         self.modules: dict[Site, Any] = {}
-        self.seen: Callable[[Site, Tensor], Tensor | None] | None = None  # looks at vectors before they are dropped
+        self.seen: Callable[[Site, Tensor], None] | None = None  # looks at vectors before they are dropped
         layers: Any = getattr(model.base_model, "layers", ())
         for layer, block in enumerate(layers):
             for part, names in (("self_attn", ATTENTION), ("mlp", MLP)):
@@ -83,8 +91,7 @@ class Dropper:
 
     def _drop(self, site: Site, values: Tensor) -> Tensor:
         if self.seen is not None:
-            replaced = self.seen(site, values)
-            values = values if replaced is None else replaced
+            self.seen(site, values)
         threshold = self.setting.get(site)
         if threshold is not None:
             values = values.masked_fill(values.abs() < threshold, 0)
@@ -139,8 +146,8 @@ class Dropper:
             self.setting = {}
 
     @contextmanager
-    def watched(self, seen: Callable[[Site, Tensor], Tensor | None]) -> Iterator[None]:
-        """`seen(site, values)` is called with every vector of the dense model; what it returns takes their place."""
+    def watched(self, seen: Callable[[Site, Tensor], None]) -> Iterator[None]:
+        """`seen(site, values)` is called with every vector of the dense model."""
         self.seen = seen
         try:
             yield
@@ -153,10 +160,10 @@ class Dropper:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Of every site: `samples` float32 [SAMPLED tokens, width], and `sensitivity` [width], see `sensitivities`."""
+    """Of every site: `samples` float32 [SAMPLED tokens, width]; and `ours`, what `library_thresholds` gives."""
 
     samples: dict[Site, Tensor]
-    sensitivity: dict[Site, Tensor]
+    ours: Setting
 
 
 @torch.no_grad()
@@ -174,42 +181,15 @@ def sample(dropper: Dropper, rows: Tensor) -> dict[Site, Tensor]:
     return {site: torch.cat(part) for site, part in parts.items()}
 
 
-def sensitivities(dropper: Dropper, rows: Tensor) -> dict[Site, Tensor]:
-    """Root mean square over the tokens of `rows` of the gradient of the loss with respect to each entry (the diagonal
-    of the Fisher information, as the text gives it), float32 [width]; at the gate that of hidden = gate * up times the
-    root mean square of up.
-    """
-    squares: dict[Site, Tensor] = {}
-    ups: dict[int, Tensor] = {}
-    dropper.model.requires_grad_(False)
-
-    def seen(site: Site, values: Tensor) -> Tensor | None:
-        if site[1] == GATE:
-            return None
-        entries = values.detach().requires_grad_() if not values.requires_grad else values.view_as(values)
-        entries.register_hook(lambda gradient: add(squares, site, gradient))
-        return entries
-
-    def add(sums: dict[Any, Tensor], key: Any, values: Tensor) -> None:
-        found = values.detach().float().square().flatten(0, -2).sum(dim=0)
-        sums[key] = sums[key] + found if key in sums else found
-
-    handles = [
-        dropper.modules[layer, "up_proj"].register_forward_hook(
-            lambda m, args, output, layer=layer: add(ups, layer, output)
-        )
-        for layer in range(dropper.layers)
-    ]
-    with dropper.watched(seen), torch.enable_grad():
-        for batch in rows.split(AT_ONCE // 2):
-            logits = dropper.model(batch, use_cache=False).logits[:, :-1]
-            F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten(), reduction="sum").backward()
-    for handle in handles:
-        handle.remove()
-    found = {site: (total / rows.numel()).sqrt() for site, total in squares.items()}
-    for layer, total in ups.items():
-        found[layer, GATE] = (total / rows.numel()).sqrt() * found[layer, "down_proj"]
-    return found
+def library_thresholds(model: Any, rows: Tensor) -> Setting:
+    """The library's own, at level 1: of `model`, which it loaded, from the profile of `rows`."""
+    profile = ActivationProfile(model)
+    profile.measure(rows, torch.ones_like(rows, dtype=torch.bool))
+    return {
+        (id.layer, OURS[id.kind, place]): at
+        for id, places in thresholds(profile, 1.0).items()
+        for place, at in places.items()
+    }
 
 
 # Rules
@@ -300,21 +280,9 @@ def teal_greedy(dropper: Dropper, calibration: Calibration, path: dict[int, list
     return by_shares("TEAL, greedy", calibration, dict.fromkeys(dropper.weights), shares)
 
 
-def thresholds(dropper: Dropper, sensitivity: dict[Site, Tensor]) -> Setting:
-    """Ours at lambda = 1: t_i = sqrt(weights of the row) / c_i, so that lambda is the loss that is risked per weight
-    not read, the same in the whole model.
-    """
-    found = {}
-    for layer in range(dropper.layers):
-        for place in OURS:
-            matrix: nn.Linear = dropper.modules[layer, "up_proj" if place == GATE else place]
-            row = matrix.in_features if place == GATE else matrix.out_features
-            found[layer, place] = math.sqrt(row) / sensitivity[layer, place].clamp_min(1e-12)
-    return found
-
-
-def ours(dropper: Dropper, calibration: Calibration, name: str = "hf_sparse") -> Rule:
-    at_one = thresholds(dropper, calibration.sensitivity)
+def ours(dropper: Dropper, calibration: Calibration) -> Rule:
+    """That of hf_sparse.calibration: thresholds at one level, here the one that reads the share that is asked for."""
+    at_one = calibration.ours
     scores = [(calibration.samples[site].abs() / at).flatten()[::13] for site, at in at_one.items()]
     ordered = torch.cat(scores).sort().values
 
@@ -322,7 +290,7 @@ def ours(dropper: Dropper, calibration: Calibration, name: str = "hf_sparse") ->
         risk = ordered[min(int(level * len(ordered)), len(ordered) - 1)] if level > 0 else torch.tensor(0.0)
         return {site: risk * at for site, at in at_one.items()}
 
-    return Rule(name, setting)
+    return Rule("hf_sparse", setting)
 
 
 def foreseen(dropper: Dropper, samples: dict[Site, Tensor], setting: Setting) -> float:

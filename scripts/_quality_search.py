@@ -199,6 +199,6 @@ def _moves(dropper: Dropper) -> Iterator[tuple[list[str], float]]:
     """Sites, and the exponent by which they move together."""
     layers = range(dropper.layers)
     for size in SIZES:
-        yield from (([f"{layer} {place}" for layer in layers], size) for place in OURS)
+        yield from (([f"{layer} {place}" for layer in layers], size) for place in OURS.values())
         yield from (([f"{layer} {place}" for place in OURS], size) for layer in layers)
-        yield from (([f"{layer} {place}"], size) for layer in layers for place in OURS)
+        yield from (([f"{layer} {place}"], size) for layer in layers for place in OURS.values())

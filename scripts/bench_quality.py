@@ -38,7 +38,19 @@ from typing import Any
 import huggingface_hub
 import torch
 from _bench import add_common_arguments, at_least_one, conditions, row, say, spread, write_json
-from _quality import Calibration, Dropper, Measured, Rule, at_equal_bytes, cats, ours, sample, sensitivities, teal, wina
+from _quality import (
+    Calibration,
+    Dropper,
+    Measured,
+    Rule,
+    at_equal_bytes,
+    cats,
+    library_thresholds,
+    ours,
+    sample,
+    teal,
+    wina,
+)
 from _quality import teal_greedy as greedy_rule
 from _quality_search import Search, greedy_path, search
 from _relufy import generated, rows_of, save_aside
@@ -62,6 +74,7 @@ LEFT = 0.2  # of the oracle's saving that ours may leave
 STEP = 0.01  # of a layer's weights, in TEAL's search
 RULES: dict[str, Callable[[Dropper, Calibration], Rule]] = {"ours": ours, "cats": cats, "teal": teal, "wina": wina}
 SEARCHED = "teal-greedy"
+UNCALIBRATED = {"max_perplexity_increase": 0, "calibration_tokens": 128}
 SEED = 0
 
 
@@ -85,9 +98,9 @@ class Bench:
 
     @functools.cached_property
     def calibrated(self) -> Calibration:
-        file = self.work / f"sensitivity-{self.arguments.dtype}.safetensors"
+        file = self.work / "thresholds.safetensors"
         if not file.exists():
-            found = sensitivities(self.dropper, self.calibration)
+            found = library_thresholds(load(self.source, **UNCALIBRATED), self.calibration)
             save_aside({f"{layer} {place}": values for (layer, place), values in found.items()}, file)
         kept = {(int(layer), place): v for name, v in load_file(file).items() for layer, place in [name.split()]}
         return Calibration(sample(self.dropper, self.calibration), kept)
@@ -148,9 +161,7 @@ def prepare(arguments: argparse.Namespace, work: Path) -> Bench:
     folder.mkdir(parents=True, exist_ok=True)
     huggingface_hub.constants.HF_ASSETS_CACHE = str(work)  # plans of installed weights, as those of SmolLM2, go there
     tokenizer = AutoTokenizer.from_pretrained(**source)
-    plain = plain_model(
-        load(source, max_perplexity_increase=0, calibration_tokens=128), getattr(torch, arguments.dtype)
-    )
+    plain = plain_model(load(source, **UNCALIBRATED), getattr(torch, arguments.dtype))
     window = min(WINDOW, plain.config.max_position_embeddings, arguments.tokens)
     count = arguments.tokens // window
     written = rows_of(tokenizer, [topics[name] for name in sorted(topics)], window, plain.config.vocab_size)

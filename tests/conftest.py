@@ -6,7 +6,10 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run side by side: two pools that spin ruin each other
 
+import importlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +21,14 @@ from hf_sparse.quantization import instruction_set
 def _outside_the_source_tree(tmp_path_factory: pytest.TempPathFactory) -> None:
     """A process started with `-c` imports from where it is: in the source tree hf_sparse/ lacks its sub-packages."""
     os.chdir(tmp_path_factory.mktemp("outside"))
+
+
+@pytest.fixture(scope="session")
+def script_module() -> Iterator[Callable[[str], Any]]:
+    """A module of scripts/, by name."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).parents[1] / "scripts")
+        yield importlib.import_module
 
 
 @pytest.fixture
@@ -36,3 +47,18 @@ def use_instruction_set(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[s
 
     yield use
     instruction_set.cache_clear()
+
+
+@pytest.fixture
+def isa(request: pytest.FixtureRequest, use_instruction_set: Callable[[str], None]) -> str:
+    """An instruction set that is in use during the test: its parameter."""
+    use_instruction_set(request.param)
+    return str(request.param)
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """torch.set_num_threads, until the test ends."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)

@@ -325,7 +325,7 @@ def test_a_file_that_cannot_be_written_is_said_once(
     monkeypatch.setattr(activation_profile, "SAVE_SECONDS", -1.0)
     (tmp_path / "file").write_text("in the way")
     assert_same(measured(model, aside=tmp_path / "file" / "profile.safetensors"), measured(model))
-    assert caplog.text.count("after a kill it begins anew") == 1
+    assert caplog.text.count("a calibration that is killed begins anew") == 1
 
 
 # Thresholds

@@ -6,6 +6,7 @@ import copy
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from hf_sparse import SparseAutoModelForCausalLM
+from hf_sparse.activation_profile import ActivationProfile, thresholds
 from hf_sparse.evaluation import perplexity
+from hf_sparse.modeling import BlockId
 from tiny_models import prompt_ids, save_checkpoint, save_tokenizer
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
@@ -22,23 +26,13 @@ ALL = float("inf")
 
 
 @pytest.fixture(scope="module")
-def quality() -> Any:
-    """Module `_quality`."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(SCRIPTS)
-        import _quality
-
-        return _quality
+def quality(script_module: Callable[[str], Any]) -> Any:
+    return script_module("_quality")
 
 
 @pytest.fixture(scope="module")
-def searches(quality: Any) -> Any:
-    """Module `_quality_search`."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(SCRIPTS)
-        import _quality_search
-
-        return _quality_search
+def searches(script_module: Callable[[str], Any]) -> Any:
+    return script_module("_quality_search")
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +54,16 @@ def dropper(quality: Any, model: PreTrainedModel) -> Any:
 
 
 @pytest.fixture(scope="module")
-def calibration(quality: Any, dropper: Any) -> Any:
+def loaded(source: Path) -> Any:
+    return SparseAutoModelForCausalLM.from_pretrained(
+        source, load_in_4bit=True, max_perplexity_increase=0, calibration_tokens=64
+    )
+
+
+@pytest.fixture(scope="module")
+def calibration(quality: Any, dropper: Any, loaded: Any) -> Any:
     rows = prompt_ids(6, 40)
-    return quality.Calibration(quality.sample(dropper, rows), quality.sensitivities(dropper, rows))
+    return quality.Calibration(quality.sample(dropper, rows), quality.library_thresholds(loaded, rows))
 
 
 def weights(model: PreTrainedModel, *names: str) -> int:
@@ -143,50 +144,14 @@ def test_another_build_of_model_is_refused(quality: Any, tmp_path: Path) -> None
 # Calibration and rules
 
 
-def test_sensitivity_is_the_gradient(quality: Any, tmp_path: Path) -> None:
-    model = save_checkpoint("llama", tmp_path).double()
-    dropper = quality.Dropper(model)
-    rows, entry, step = prompt_ids(2, 7), 5, 0.03
-    found = quality.sensitivities(dropper, rows)
-
-    def loss(site: tuple[int, str], at: tuple[int, int], by: float) -> float:
-        def seen(here: tuple[int, str], values: torch.Tensor) -> torch.Tensor | None:
-            if here != site:
-                return None
-            values = values.clone()
-            values[(*at, entry)] += by
-            return values
-
-        with dropper.watched(seen), torch.no_grad():
-            logits = model(rows, use_cache=False).logits[:, :-1]
-        return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum"))
-
-    for site in ((0, "q_proj"), (1, "gate_proj"), (2, "o_proj"), (1, "down_proj")):
-        slopes = [
-            (loss(site, (row, token), step) - loss(site, (row, token), -step)) / (2 * step)
-            for row in range(2)
-            for token in range(7)
-        ]
-        expected = torch.tensor(slopes).square().mean().sqrt()
-        assert float(found[site][entry]) == pytest.approx(float(expected), rel=2e-3), site  # norms compute in float32
-
-
-def test_gate_sensitivity_weighs_hidden_by_up(quality: Any, dropper: Any, model: PreTrainedModel) -> None:
-    rows = prompt_ids(3, 25)
-    ups: list[torch.Tensor] = []
-    handle = model.get_submodule("model.layers.1.mlp.up_proj").register_forward_hook(lambda m, a, out: ups.append(out))
-    found = quality.sensitivities(dropper, rows)
-    handle.remove()
-    size = torch.cat([up.flatten(0, 1) for up in ups]).square().mean(0).sqrt()
-    torch.testing.assert_close(found[1, "act"], size * found[1, "down_proj"])
-
-
-def test_our_thresholds(quality: Any, dropper: Any, calibration: Any) -> None:
-    found = quality.thresholds(dropper, calibration.sensitivity)
-    assert set(found) == {(layer, place) for layer in range(3) for place in quality.OURS}
-    rows = {"q_proj": 48, "o_proj": 48, "gate_proj": 88, "act": 48, "down_proj": 48}
-    for (layer, place), at in found.items():
-        torch.testing.assert_close((at * calibration.sensitivity[layer, place]) ** 2, torch.full_like(at, rows[place]))
+def test_our_thresholds_are_the_librarys(quality: Any, loaded: Any, calibration: Any) -> None:
+    assert set(calibration.ours) == {(layer, place) for layer in range(3) for place in quality.OURS.values()}
+    rows = prompt_ids(6, 40)
+    profile = ActivationProfile(loaded)
+    profile.measure(rows, torch.zeros_like(rows, dtype=torch.bool))
+    wanted = thresholds(profile, 1.0)
+    for kind, place, name in (("mlp", "gate", "act"), ("mlp", "hidden", "down_proj"), ("attention", "input", "q_proj")):
+        torch.testing.assert_close(calibration.ours[1, name], wanted[BlockId(1, kind)][place])
 
 
 @pytest.mark.parametrize("name", ["ours", "cats", "teal", "wina"])

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -29,13 +30,8 @@ SMALL = ("--row-tokens", 24, "--batch-rows", 5, "--steps", STEPS, "--generated-t
 
 
 @pytest.fixture(scope="module")
-def parts() -> Any:
-    """Module `_relufy`."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(SCRIPTS)
-        import _relufy
-
-        return _relufy
+def parts(script_module: Callable[[str], Any]) -> Any:
+    return script_module("_relufy")
 
 
 @pytest.fixture(scope="module")

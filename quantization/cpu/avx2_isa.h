@@ -4,11 +4,12 @@
 #include <immintrin.h>
 
 #include "kernels.h"
+#include "plain_isa.h"
 
 namespace hf_sparse {
 namespace {
 
-struct Isa {
+struct Isa : PlainIsa {
     using Vec = __m256;
     static constexpr int width = 8, vecs = 4;
 
@@ -49,14 +50,6 @@ struct Isa {
         return _mm256_add_ps(sums, _mm256_castps128_ps256(_mm_set_ss(total)));
     }
     static void pause() { _mm_pause(); }
-    static int64_t keep(const float* below, const float* x, int64_t first, int64_t last, int64_t* to) {
-        int64_t count = 0;
-        for (int64_t i = first; i < last; i++) {
-            to[count] = i;
-            count += !((x[i] < 0 ? -x[i] : x[i]) < below[i]);
-        }
-        return count;
-    }
 
     // The values of 4-bit codes, in both halves of a register.
     struct Table {

@@ -14,93 +14,12 @@
 #include "functions.h"
 
 #include "attend.h"
+#include "decode_memory.h"
 
 namespace hf_sparse {
 namespace {
 
 constexpr int64_t part_tokens = 64;  // of a page that a thread attends to at a time
-
-// Sizes of the largest layer of a step.
-struct Sizes {
-    int64_t hidden = 0, width = 0, qkv = 0, heads = 0, attended = 0, queries = 0, neurons = 0, predictor = 0;
-    int64_t activations = 0, predictor_activations = 0, sums = 0, list = 0;
-
-    void take(const Matrix& matrix, int64_t* activation_bytes) {
-        if (!matrix.cols) return;  // there is none; one without rows has activations all the same
-        const int64_t groups = groups_of(matrix.cols, matrix.group_size);
-        *activation_bytes = larger(*activation_bytes, ActivationMemory::bytes_of(groups * matrix.group_size, groups));
-    }
-    void take_sum(const Matrix& matrix) {
-        if (!matrix.codes) return;
-        sums = larger(sums, SumMemory::bytes_of(matrix));
-        width = larger(width, sum_width(matrix));
-    }
-    explicit Sizes(const Step& step) : hidden(step.hidden) {
-        for (int64_t i = 0; i < step.layer_count; i++) {
-            const Attention& a = step.layers[i]->attention;
-            const Mlp& m = step.layers[i]->mlp;
-            qkv = larger(qkv, rounded_up(a.heads * a.head_dim, block_columns) + 2 * a.kv_heads * a.head_dim);
-            heads = larger(heads, a.heads);
-            attended = larger(attended, a.heads * a.head_dim);
-            if (a.kv_heads) queries = larger(queries, a.heads / a.kv_heads);
-            neurons = larger(neurons, rounded_up(m.up.matrix.rows, block_columns));
-            predictor = larger(predictor, m.predictor.fc1.rows);
-            take(a.q.matrix, &activations);
-            take(m.up.matrix, &activations);
-            take(m.predictor.fc1, &predictor_activations);
-            take(m.predictor.fc2, &predictor_activations);
-            take_sum(a.o.matrix);
-            take_sum(m.down.matrix);
-        }
-        if (step.head) take(step.head->linear.matrix, &activations);
-        width = larger(width, hidden);
-        list = larger(neurons, larger(attended, hidden));
-    }
-};
-
-// Hands out parts of one piece of memory, each on a cache line of its own. Without memory it only counts.
-struct Carver {
-    char* at;
-    int64_t used = 0;
-    template <typename T>
-    T* take(int64_t count) {
-        T* part = reinterpret_cast<T*>(at + used);
-        used += rounded_up(count * static_cast<int64_t>(sizeof(T)), 64) + 64;
-        return part;
-    }
-};
-
-// What the threads share.
-struct Shared {
-    int *arrived, *phase, *sleeping;
-    float *q, *k, *v;
-    float* outs;         // [threads, heads * head_dim]
-    Partial* partials;   // [threads, heads]
-    float* attended;     // [heads * head_dim]
-    float *gates, *ups;  // [neurons]
-    float* predicted;    // [predictor]
-    int64_t* lists;      // [threads, neurons]
-    int64_t* counts;     // [threads * 8]
-    float* y[2];         // [threads, width]
-
-    Shared(Carver* carver, const Sizes& sizes, int64_t threads) {
-        arrived = carver->take<int>(16);
-        phase = carver->take<int>(16);
-        sleeping = carver->take<int>(16);
-        q = carver->take<float>(3 * sizes.qkv);
-        k = q + sizes.qkv;
-        v = k + sizes.qkv;
-        outs = carver->take<float>(threads * sizes.attended);
-        partials = carver->take<Partial>(threads * sizes.heads);
-        attended = carver->take<float>(sizes.attended);
-        gates = carver->take<float>(2 * sizes.neurons);
-        ups = gates + sizes.neurons;
-        predicted = carver->take<float>(sizes.predictor);
-        lists = carver->take<int64_t>(threads * sizes.neurons);
-        counts = carver->take<int64_t>(threads * 8);
-        for (float*& of_block : y) of_block = carver->take<float>(threads * sizes.width);
-    }
-};
 
 // What one thread has for itself.
 struct Worker {
@@ -195,21 +114,32 @@ struct Worker {
         return last - first;
     }
 
+    void count_inputs(int64_t* counted, int64_t count, int64_t of) const {
+        if (!counted || thread) return;
+        counted[0] += count;
+        counted[1] += of;
+    }
+
+    // `from` with zeros for the entries that are below their thresholds.
+    const float* without_inputs(const float* below, const float* from, int64_t cols, int64_t* counted) const {
+        const int64_t count = keep(below, from, 0, cols, inputs);
+        count_inputs(counted, count, cols);
+        std::memset(masked, 0, static_cast<size_t>(cols) * sizeof(float));
+        for (int64_t i = 0; i < count; i++) masked[inputs[i]] = from[inputs[i]];
+        return masked;
+    }
+
     // Rows [first, last) of a linear layer that does not see the entries of `from` that are below their thresholds, and
     // whose weights may be by input: `first` is then a whole block. Counts entries where thresholds are.
     void sparse_linear(const Linear& layer, const float* below, const float* from, Compute compute, int64_t first,
                        int64_t last, float* out, int64_t* counted) const {
         const Matrix& matrix = layer.matrix;
-        const int64_t count = keep(below, from, 0, matrix.cols, inputs);
-        if (below && counted && thread == 0) {
-            counted[0] += count;
-            counted[1] += matrix.cols;
-        }
         if (!matrix.by_input) {
-            std::memset(masked, 0, static_cast<size_t>(matrix.cols) * sizeof(float));
-            for (int64_t i = 0; i < count; i++) masked[inputs[i]] = from[inputs[i]];
-            return linear(layer, first, last, prepared(matrix, masked, compute, activations), out);
+            const float* seen = without_inputs(below, from, matrix.cols, counted);
+            return linear(layer, first, last, prepared(matrix, seen, compute, activations), out);
         }
+        const int64_t count = keep(below, from, 0, matrix.cols, inputs);
+        if (below) count_inputs(counted, count, matrix.cols);
         if (first >= last) return;
         if (compute == bf16) {
             std::memcpy(masked, from, static_cast<size_t>(matrix.cols) * sizeof(float));
@@ -442,14 +372,7 @@ struct Worker {
         if (m.predictor.fc1.codes) {
             predict(m.predictor, from, m.compute);
             wait_for_all();
-            const float* seen = from;
-            if (below) {
-                const int64_t kept = keep(below, from, 0, gate.matrix.cols, inputs);
-                std::memset(masked, 0, static_cast<size_t>(gate.matrix.cols) * sizeof(float));
-                for (int64_t i = 0; i < kept; i++) masked[inputs[i]] = from[inputs[i]];
-                if (computed && thread == 0) computed[0] += kept, computed[1] += gate.matrix.cols;
-                seen = masked;
-            }
+            const float* seen = below ? without_inputs(below, from, gate.matrix.cols, computed) : from;
             const int64_t candidates = take_share();
             linear(gate, list, candidates, prepared(gate.matrix, seen, m.compute, activations), gate_values);
             activate(m.activation, gate_values, candidates);

@@ -2,11 +2,12 @@
 #pragma once
 
 #include "kernels.h"
+#include "plain_isa.h"
 
 namespace hf_sparse {
 namespace {
 
-struct Isa {
+struct Isa : PlainIsa {
     static constexpr int width = 8, vecs = 4;
     struct Vec {
         float lanes[width];
@@ -73,14 +74,6 @@ struct Isa {
         return sums;
     }
     static void pause() {}
-    static int64_t keep(const float* below, const float* x, int64_t first, int64_t last, int64_t* to) {
-        int64_t count = 0;
-        for (int64_t i = first; i < last; i++) {
-            to[count] = i;
-            count += !((x[i] < 0 ? -x[i] : x[i]) < below[i]);
-        }
-        return count;
-    }
 
     struct Table {
         const int8_t* values;

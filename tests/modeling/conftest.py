@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
 from engine_steps import Save
-from hf_sparse.modeling import Engine
+from hf_sparse.modeling import Engine, note_forward
 from hf_sparse.modeling.native_mlp import NativeMLP
 from tiny_models import save_checkpoint
 
@@ -31,6 +29,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Save:
         return made[key]
 
     return save
+
+
+@pytest.fixture(autouse=True)
+def no_token_is_decoded() -> None:
+    """Blocks that are called by themselves must not take up what another test's model decoded last."""
+    note_forward(new_tokens=0, cached_tokens=0)
 
 
 @pytest.fixture
@@ -61,13 +65,6 @@ def native_runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(NativeMLP, "run", counting)
     return counted
-
-
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from engine_steps import (
@@ -107,12 +107,17 @@ def test_steps_are_native_again_after_hidden_states_were_asked_for(saved: Save, 
     assert len(native_steps) == 9
 
 
-def test_an_observer_sees_every_step(saved: Save, native_steps: list[int]) -> None:
+def test_a_probe_sees_every_step(saved: Save, native_steps: list[int]) -> None:
     model = load(saved("llama"))
     seen: list[int] = []
-    mlps(model)[1].observer = lambda x, gate, hidden: seen.append(len(x))
+
+    def look(place: str, values: Tensor) -> Tensor:
+        seen.extend([len(values)] if place == "hidden" else [])
+        return values
+
+    mlps(model)[1].probe = look
     decoded(model, prompt_ids(1, 12))
-    mlps(model)[1].observer = None
+    mlps(model)[1].probe = None
     assert sum(seen) == 12 and not native_steps
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -28,19 +28,6 @@ FORMATS = [(weight_dtype, group_size) for weight_dtype in WEIGHT_DTYPES for grou
 SIZES = [(1, 1), (4, 31), (1, 200), (9, 130), (130, 45), (257, 300), (128, 64)]
 
 each_instruction_set = pytest.mark.parametrize("isa", instruction_sets(), indirect=True)
-
-
-@pytest.fixture
-def isa(request: pytest.FixtureRequest, use_instruction_set: Callable[[str], None]) -> str:
-    use_instruction_set(request.param)
-    return str(request.param)
-
-
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 def matrix_of(rows: int, cols: int, weight_dtype: str, group_size: int, generator: torch.Generator) -> NeuronMatrix:

@@ -6,7 +6,7 @@ least 8 lanes; a wrong weight, row or scale is far outside.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -32,19 +32,6 @@ NATIVE = [name for name in instruction_sets() if name != "torch"]
 
 each_instruction_set = pytest.mark.parametrize("isa", instruction_sets(), indirect=True)
 each_kernel = pytest.mark.parametrize("isa", NATIVE, indirect=True)
-
-
-@pytest.fixture
-def isa(request: pytest.FixtureRequest, use_instruction_set: Callable[[str], None]) -> str:
-    use_instruction_set(request.param)
-    return str(request.param)
-
-
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 def matrix_of(
