@@ -21,7 +21,7 @@ from .config import CACHE_DTYPES, SparseConfig, WeightOnlyQuantConfig
 from .gguf_header import read_gguf_header
 from .hardware import find_tiers
 from .log import logger, show_progress_messages
-from .model import PLAN_FOLDER, SparseMixin, as_sparse, attended_widths, block_neurons, model_fingerprint
+from .model import PLAN_FOLDER, SparseMixin, as_sparse, block_neurons, model_fingerprint
 from .placement import PlacementBlock, solve_placement
 from .plan import BlockProfile, PlacementPlan, PlanError, PlanKey
 from .plan_store import load_placement, placement_key, plan_directory, plan_lock, save_or_warn, save_placement
@@ -298,9 +298,7 @@ def _find_plan(source: Path, model: SparseMixin, key: PlanKey, settings_matter: 
         plan = PlacementPlan.from_pretrained(source)
         plan.check_model(
             model_type=model.config.model_type,
-            neurons=block_neurons(model),
-            attended=attended_widths(model),
-            hidden_size=model.config.hidden_size,
+            shapes={block.id: block.shape for block in hybrid_blocks(model)},
             key=key if settings_matter else replace(key, calibration=plan.key.calibration),
         )
     except PlanError as error:

@@ -26,6 +26,7 @@ from . import __version__
 from .activation_profile import ActivationProfile, row_bytes, thresholds
 from .config import SparseConfig
 from .evaluation import perplexity, vocabulary_size
+from .head_prediction import Foretold, foretell_heads
 from .log import logger
 from .model import SparseMixin, decoder_of
 from .plan import BlockProfile, PlacementPlan, PlanKey, PlannedPredictor
@@ -69,18 +70,17 @@ def calibrate(
         limit = dense * (1 + options.max_perplexity_increase)
         search = Search(model, profile, rules, held_out)
         if (wanted := options.target_sparsity) is not None:
-            rules = search.rules(search.find(lambda perplexity, unread: unread <= wanted))
+            rules, predictors = search.run(lambda perplexity, unread: unread <= wanted, training)
         elif options.max_perplexity_increase > 0:
-            rules = search.rules(search.find(lambda perplexity, unread: perplexity <= limit))
+            rules, predictors = search.run(lambda perplexity, unread: perplexity <= limit, training)
             if exact := {id: mlps[id] for id in rules if rules[id].kind == "exact"}:
                 progress.set_description("Calibrating (predictors)")
-                _set_rules(model, rules)
-                predictors, predicted = train_predictors(
-                    model, exact, training, held_out, limit, options.calibration_seed
-                )
-                rules.update(predicted)
+                _set_rules(model, rules, predictors)
+                trained, predicted = train_predictors(model, exact, training, held_out, limit, options.calibration_seed)
+                rules |= predicted
+                predictors |= trained
         rules |= {id: SkipRule() for id in mlps if id not in rules}
-        _set_rules(model, rules)
+        _set_rules(model, rules, predictors)
         model.reset_active_fraction()
         with _counting(model) as counts:
             sparse = perplexity(model, held_out, "always")
@@ -116,7 +116,7 @@ def calibrate(
             )
             for block in hybrid_blocks(model)
         }
-        _set_rules(model, {})
+        _set_rules(model, {}, {})
     if directory is not None:
         with suppress(OSError):  # where it could not be written it is not there
             (directory / TEXT_ASIDE).unlink()
@@ -289,11 +289,11 @@ def _prompts(model: SparseMixin, tokenizer: Any, seed: int) -> list[list[int]]:
 # Rules
 
 
-def _set_rules(model: SparseMixin, rules: dict[BlockId, SkipRule]) -> None:
+def _set_rules(model: SparseMixin, rules: dict[BlockId, SkipRule], predictors: dict[BlockId, PlannedPredictor]) -> None:
     for block in hybrid_blocks(model):
         block.rule = rules.get(block.id, SkipRule())
-        if isinstance(block, HybridMLP) and not rules:
-            block.predictor = None
+        planned = predictors.get(block.id)
+        block.predictor = None if planned is None else planned.build(torch.device("cpu"))
 
 
 class Search:
@@ -304,26 +304,47 @@ class Search:
     ) -> None:
         self.model, self.profile, self.exact, self.held_out = model, profile, exact, held_out
         self.tried: dict[float, tuple[float, float]] = {}  # level -> perplexity, share of the bytes left unread
+        self.heads: dict[BlockId, Foretold] = {}
+
+    def run(
+        self, fits: Callable[[float, float], bool], training: Tensor
+    ) -> tuple[dict[BlockId, SkipRule], dict[BlockId, PlannedPredictor]]:
+        """What `find` gives; with heads left out too, where that pays at the level found without."""
+        level = self.find(fits)
+        if level > 0:
+            _set_rules(self.model, {}, {})
+            self.heads = foretell_heads(self.model, self.profile, training, self.held_out, level)
+            if self.predictors(level):
+                self.tried = {}
+                level = self.find(fits, level)
+        return self.rules(level), self.predictors(level)
+
+    def predictors(self, level: float) -> dict[BlockId, PlannedPredictor]:
+        """Of heads."""
+        found = {id: foretold.at(level) for id, foretold in self.heads.items()} if level > 0 else {}
+        return {id: planned for id, planned in found.items() if planned is not None}
 
     def rules(self, level: float) -> dict[BlockId, SkipRule]:
         if level == 0:
             return dict(self.exact)
         layers = {id.layer for id in self.exact}  # whose neurons are exactly zero: a predictor serves them
-        found = thresholds(self.profile, level)
-        return self.exact | {id: SkipRule("magnitude", b) for id, b in found.items() if id.layer not in layers}
+        found = {id: b for id, b in thresholds(self.profile, level).items() if id.layer not in layers}
+        predicted = {id: {p: b for p, b in found[id].items() if p == "output"} for id in self.predictors(level)}
+        magnitudes = {id: SkipRule("magnitude", below) for id, below in found.items()}
+        return self.exact | magnitudes | {id: SkipRule("predicted", below) for id, below in predicted.items()}
 
     def cost(self, level: float) -> tuple[float, float]:
         """Held-out perplexity, all tokens sparsified, and the share of the blocks' bytes left unread."""
         if level not in self.tried:
-            _set_rules(self.model, self.rules(level))
+            _set_rules(self.model, self.rules(level), self.predictors(level))
             self.model.reset_active_fraction()
             found = perplexity(self.model, self.held_out, "always")
             self.tried[level] = found, 1 - (self.model.read_share() or 1.0)
         return self.tried[level]
 
-    def find(self, fits: Callable[[float, float], bool]) -> float:
+    def find(self, fits: Callable[[float, float], bool], start: float | None = None) -> float:
         """The highest level at which `fits(perplexity, share unread)` holds, within 2%: both grow with it."""
-        low, high, level = 0.0, math.inf, self._start()
+        low, high, level = 0.0, math.inf, self._start() if start is None else start
         if self.rules(level).keys() == self.exact.keys():
             return 0.0  # every layer has exact zeros
         while high == math.inf or high > 1.02 * low:

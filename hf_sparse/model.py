@@ -77,15 +77,14 @@ class SparseMixin(PreTrainedModel, GenerationMixin):
     plan_directory: Path | None  # where the plan is kept; None where it could not be written
 
     def use_plan(self, plan: PlacementPlan, device: torch.device) -> None:
-        """Gives every block its rule, and MLPs their predictors, which lie on `device`. `plan` must have passed
+        """Gives every block its rule and its predictor, which lies on `device`. `plan` must have passed
         `check_model`.
         """
         for block in hybrid_blocks(self):
             block.rule = plan.rules.get(block.id, SkipRule())
             block.reset_counters()
-            if isinstance(block, HybridMLP):
-                planned = plan.predictors.get(block.id)
-                block.predictor = None if planned is None else planned.build(device)
+            planned = plan.predictors.get(block.id)
+            block.predictor = None if planned is None else planned.build(device)
         self.plan = plan
         self._engine_tried = False
 
@@ -193,8 +192,7 @@ class SparseMixin(PreTrainedModel, GenerationMixin):
             own = [*module._parameters.values(), *module._buffers.values()]
             if isinstance(module, HybridBlock):
                 own.append(module.output_bias)
-            if isinstance(module, HybridMLP) and module.predictor is not None:
-                predictors += module.predictor.nbytes
+                predictors += 0 if module.predictor is None else module.predictor.nbytes
             tensors.update({id(t): t for t in own if t is not None})
         return predictors + sum(t.numel() * t.element_size() for t in tensors.values())
 
@@ -405,8 +403,3 @@ def model_fingerprint(checkpoint: Checkpoint, config: Any) -> str:
 
 def block_neurons(model: nn.Module) -> dict[BlockId, int]:
     return {block.id: block.neurons for block in hybrid_blocks(model)}
-
-
-def attended_widths(model: nn.Module) -> dict[BlockId, int]:
-    """Of each attention block, the entries that its output projection reads."""
-    return {b.id: b.width_of("output") for b in hybrid_blocks(model) if b.id.kind == "attention"}

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from hf_sparse.modeling import BlockId, Predictor, SkipRule
+from hf_sparse.modeling import BlockId, BlockShape, Predictor, SkipRule
 from hf_sparse.modeling.rules import PLACES, RULE_KINDS
 from hf_sparse.quantization import WEIGHT_DTYPES
 
@@ -65,7 +65,8 @@ class BlockProfile:
 
 @dataclass(eq=False)
 class PlannedPredictor:
-    """`tensors`: `fc1` [r, d_model], `fc2` [neurons, r] and `bias` [neurons], floating. In use fc1, fc2 are stored in
+    """`tensors`: `fc1` [r, d_model], `fc2` [neurons, r] and `bias` [neurons], floating; of an attention block, query
+    heads for neurons, and active are those that count for more than they take to compute. In use fc1, fc2 are stored in
     `weight_dtype` and all take `nbytes`. On held-out text, all None for one that came from elsewhere: `recall`, share
     of the active neurons that it names; `precision`, share of those it names that are active; `kept`, share of all
     neurons that it names; `bytes_saved` for a token, against reading every gate.
@@ -188,19 +189,8 @@ class PlacementPlan:
         _validate(plan, where)
         return plan
 
-    def check_model(
-        self,
-        *,
-        model_type: str,
-        neurons: Mapping[BlockId, int],
-        hidden_size: int,
-        key: PlanKey,
-        attended: Mapping[BlockId, int],
-    ) -> None:
-        """Raises PlanError naming the first field that does not fit the model: `neurons` by block, `hidden_size`
-        (d_model, what predictors and gates read), `attended` by attention block (what o reads) and `key` are what it
-        has.
-        """
+    def check_model(self, *, model_type: str, shapes: Mapping[BlockId, BlockShape], key: PlanKey) -> None:
+        """Raises PlanError naming the first field that does not fit the model, whose blocks have these `shapes`."""
         for field, got, expected in (
             ("model_type", self.model_type, model_type),
             ("key.checkpoint", self.key.checkpoint, key.checkpoint),
@@ -209,27 +199,27 @@ class PlacementPlan:
         ):
             if got != expected:
                 raise PlanError("plan", field, got, expected)
-        for id in sorted(set(neurons) ^ set(self.blocks)):
+        for id in sorted(set(shapes) ^ set(self.blocks)):
             got, expected = (
-                ("no such block", "one of it") if id in neurons else ("a block", "none: the model has no such block")
+                ("no such block", "one of it") if id in shapes else ("a block", "none: the model has no such block")
             )
             raise PlanError("plan", f"blocks[{id}]", got, expected)
-        for id, count in neurons.items():
-            if self.blocks[id].impact.numel() != count:
-                raise PlanError(
-                    "plan", f"blocks[{id}].neurons", self.blocks[id].impact.numel(), f"{count}, as the model has"
-                )
+        for id, shape in shapes.items():
+            if (neurons := self.blocks[id].impact.numel()) != shape.neurons:
+                raise PlanError("plan", f"blocks[{id}].neurons", neurons, f"{shape.neurons}, as the model has")
         for id, rule in self.rules.items():
             for place, thresholds in rule.below.items():
-                width = {"input": hidden_size, "output": attended.get(id, 0)}.get(place, neurons[id])
+                width = shapes[id].widths.get(place, 0)
                 if len(thresholds) != width:
                     raise PlanError("plan", f"blocks[{id}].rule.below.{place}", len(thresholds), f"{width} thresholds")
         for id, predictor in self.predictors.items():
-            if predictor.tensors["fc1"].shape[1] != hidden_size:
-                shape = list(predictor.tensors["fc1"].shape)
-                raise PlanError(
-                    "plan", f"blocks[{id}].predictor.fc1", shape, f"[r, {hidden_size}], the model's hidden size"
-                )
+            fc1, fc2 = (list(predictor.tensors[name].shape) for name in ("fc1", "fc2"))
+            if fc1[1] != shapes[id].reads:
+                expected = f"[r, {shapes[id].reads}], the model's hidden size"
+                raise PlanError("plan", f"blocks[{id}].predictor.fc1", fc1, expected)
+            if fc2[0] != shapes[id].predicts:
+                expected = f"[{shapes[id].predicts}, r], what there is to predict"
+                raise PlanError("plan", f"blocks[{id}].predictor.fc2", fc2, expected)
 
 
 def canonical_json(value: object) -> str:
@@ -294,7 +284,8 @@ def _validate(plan: PlacementPlan, where: object) -> None:
             got = f"rule {rule.kind!r} {'with' if id in plan.predictors else 'without'} a predictor"
             raise PlanError(where, f"blocks[{id}].predictor", got, "a predictor exactly where the rule is 'predicted'")
     for id, predictor in plan.predictors.items():
-        _check_predictor(predictor, plan.blocks[id].impact.numel(), where, f"blocks[{id}].predictor")
+        neurons = plan.blocks[id].impact.numel() if id.kind == "mlp" else None
+        _check_predictor(predictor, neurons, where, f"blocks[{id}].predictor")
 
 
 def _check_json(value: object, where: object, field: str) -> None:
@@ -357,6 +348,8 @@ def _check_rule(rule: object, id: BlockId, neurons: int, where: object) -> None:
     for place, thresholds in rule.below.items():
         if place not in PLACES[id.kind]:
             raise PlanError(where, f"{field}.below", place, f"places of {', '.join(PLACES[id.kind])}")
+        if id.kind == "attention" and rule.kind == "predicted" and place == "input":
+            raise PlanError(where, f"{field}.below", place, "'output', where query heads are predicted")
         width = neurons if place in ("gate", "hidden") else max(1, len(thresholds))
         check_tensor(thresholds, (torch.float32,), [width], where, f"{field}.below.{place}")
 
@@ -375,13 +368,16 @@ def _read_predictor(read: JsonReader, id: BlockId, tensors: dict[str, Tensor], p
     return PlannedPredictor(parts, **{name: read.fields[name] for name in names if name != "width"})
 
 
-def _check_predictor(predictor: object, neurons: int, where: object, field: str) -> None:
+def _check_predictor(predictor: object, neurons: int | None, where: object, field: str) -> None:
     if not isinstance(predictor, PlannedPredictor):
         raise PlanError(where, field, predictor, "a PlannedPredictor")
     if set(predictor.tensors) != set(_PREDICTOR_TENSORS):
         raise PlanError(where, field, sorted(predictor.tensors), f"the tensors {', '.join(_PREDICTOR_TENSORS)}")
     fc1 = predictor.tensors["fc1"]
     rank, width = fc1.shape if isinstance(fc1, Tensor) and fc1.dim() == 2 else (1, 1)
+    if neurons is None:  # query heads: the model says how many
+        bias = predictor.tensors["bias"]
+        neurons = max(1, bias.numel()) if isinstance(bias, Tensor) else 1
     shapes = {"fc1": [max(1, rank), max(1, width)], "fc2": [neurons, max(1, rank)], "bias": [neurons]}
     for name, shape in shapes.items():
         check_tensor(predictor.tensors[name], _FLOATS, shape, where, f"{field}.{name}")

@@ -4,7 +4,7 @@ if __name__ != "hf_sparse.modeling":  # a second name would make a second copy o
     raise ImportError(f"this package is hf_sparse.modeling: install hf_sparse and import it so, not as {__name__!r}")
 
 from .attention import HybridAttention
-from .block import HybridBlock
+from .block import BlockShape, HybridBlock
 from .cache import TieredCacheLayer
 from .engine import Engine, NotUsual
 from .families import FAMILIES, engine_of, family_of, has_exact_zeros, hybrid_blocks, swap_blocks
@@ -29,6 +29,7 @@ __all__ = [
     "FAMILIES",
     "BlockId",
     "BlockKind",
+    "BlockShape",
     "Engine",
     "HybridAttention",
     "HybridBlock",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -24,11 +25,14 @@ from hf_sparse.quantization import (
 
 from .block import FEW_ROWS, BlockSpec, HybridBlock, Shard, union
 from .cache import TierCacheView
-from .rules import Place
+from .rules import Place, RuleKind
 from .tiers import merge, run_side_by_side, to_device
 
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads")
 CACHE_NAMES = ("cache", "layer_past", "past_key_values")
+
+# bool [tokens, query heads of a tier]: those that are computed while its module runs; None: all.
+_computed_heads: ContextVar[Tensor | None] = ContextVar("hf_sparse_computed_heads", default=None)
 
 
 class NeuronLinear(nn.Module):
@@ -52,9 +56,13 @@ class NeuronLinear(nn.Module):
         self._block = (block,)  # in a tuple: it must not become a child
 
     def forward(self, x: Tensor) -> Tensor:
-        (block,), flat, index = self._block, x.reshape(-1, x.shape[-1]), None
+        (block,), flat, index, rows = self._block, x.reshape(-1, x.shape[-1]), None, None
         if self.place is not None:
-            flat, kept = block.seen(self.place, flat, block.rule_now(), self.positions)
+            within = None
+            if (heads := _computed_heads.get()) is not None:
+                of_heads = heads.repeat_interleave(self.matrix.rows // heads.shape[1], dim=1)
+                within, rows = (of_heads, None) if self.writes else (None, of_heads)
+            flat, kept = block.seen(self.place, flat, block.rule_now(), self.positions, within)
             if kept is not None and len(flat) <= FEW_ROWS and block.probe is None:
                 index = union(kept)
         if isinstance(self.matrix, InputMatrix):
@@ -64,9 +72,14 @@ class NeuronLinear(nn.Module):
             added = gathered_accumulate(self.matrix, values, index, compute_dtype=self.compute_dtype)
             return added.view(*x.shape[:-1], -1)
         else:
-            out = gathered_row_product(self.matrix, flat, compute_dtype=self.compute_dtype)
+            listed = None if rows is None or len(flat) > FEW_ROWS else union(rows)
+            out = gathered_row_product(self.matrix, flat, listed, compute_dtype=self.compute_dtype)
+            if listed is not None:
+                out = out.new_zeros(len(flat), self.matrix.rows).index_copy(1, listed, out)
         if self.bias is not None:
             out = out + self.bias
+        if rows is not None:
+            out = torch.where(rows, out, 0.0)
         return out.to(x.dtype).view(*x.shape[:-1], -1)
 
 
@@ -93,13 +106,43 @@ class HybridAttention(HybridBlock):
     def __init__(self, spec: BlockSpec, module: nn.Module) -> None:
         super().__init__(spec)
         self.skips_inputs_of = "q_proj" if "q_proj" in self.projections else None
-        self.takes = self.places if self.skips_inputs_of else ("output",)  # one matrix for q, k and v is read whole
         self._template = [module]  # in a list: it must not become a child, its projections are on the meta device
         for name, child in module.named_children():
             if name not in self.projections:
                 self.add_module(name, child)
         self.modules_of_tiers: list[nn.Module] = []  # a plain list: they share this block's children
+        self.predicts = self._heads_to_predict(module)
         self.__class__ = _attention_class(type(module))  # type: ignore[arg-type]  # classes are hashable
+
+    def _heads_to_predict(self, module: nn.Module) -> int:
+        """Query heads, where one may be left out alone: q has a matrix for itself, and no norm over all heads."""
+        heads = getattr(getattr(module, "config", None), "num_attention_heads", None)
+        q, width = self.projections.get("q_proj"), self.width_of("output")
+        if not isinstance(heads, int) or q is None or sum(q.rows) * self.neurons != width:
+            return 0
+        norm = getattr(getattr(module, "q_norm", None), "weight", None)
+        return 0 if isinstance(norm, Tensor) and norm.numel() == width and heads > 1 else heads
+
+    def takes(self, kind: RuleKind) -> tuple[Place, ...]:
+        """One matrix for q, k and v is read whole; where heads are predicted q is read by head."""
+        return self.places if self.skips_inputs_of and kind != "predicted" else ("output",)
+
+    def read_share_of(self, name: str, matrix: NeuronMatrix | InputMatrix) -> float:
+        if name == "q_proj" and self.predicts_heads():
+            return self.kept("heads")
+        return super().read_share_of(name, matrix)
+
+    def predicts_heads(self) -> bool:
+        return self.rule.kind == "predicted" and self.predictor is not None
+
+    def _heads(self, hidden_states: Tensor) -> Tensor | None:
+        """bool [tokens, query heads]: those that count for the tokens of `hidden_states`; None: all."""
+        if self.predictor is None or self.rule_now() is None or not self.predicts_heads():
+            return None
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        heads = self.predictor.active(x, self.weights.compute_dtype)
+        self.count("heads", int(heads.sum()), heads.numel())
+        return heads
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _bare_attention, (type(self._template[0]),), self.__dict__
@@ -144,9 +187,10 @@ class HybridAttention(HybridBlock):
         self, hidden_states: Tensor, residual: Tensor | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         """`residual` is added for families whose attention does so itself (Bloom)."""
+        heads = self._heads(hidden_states)
         results = run_side_by_side(
             list(enumerate(self.shards)),
-            lambda item: self._partial(item[0], item[1], hidden_states, residual, kwargs),
+            lambda item: self._partial(item[0], item[1], hidden_states, residual, heads, kwargs),
             lambda item: item[1].tier.device,
         )
         out = merge([partial for partial, _ in results], hidden_states.device)
@@ -158,9 +202,17 @@ class HybridAttention(HybridBlock):
         return out, self._merged_weights([weights for _, weights in results])
 
     def _partial(
-        self, tier: int, shard: Shard, hidden_states: Tensor, residual: Tensor | None, kwargs: dict[str, Any]
+        self,
+        tier: int,
+        shard: Shard,
+        hidden_states: Tensor,
+        residual: Tensor | None,
+        heads: Tensor | None,
+        kwargs: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
         device = shard.tier.device
+        if heads is not None:
+            heads = heads.to(device)[:, self._query_heads(shard, heads.shape[1])]
         kwargs = {name: to_device(value, device) for name, value in kwargs.items()}
         if len(self.shards) > 1:
             groups = [s.neurons for s in self.shards]
@@ -174,7 +226,11 @@ class HybridAttention(HybridBlock):
                 kwargs["attention_mask"] = mask[:, self._query_heads(shard, mask.shape[1])]
         if residual is not None:
             kwargs["residual"] = torch.zeros((), device=device)
-        return self.modules_of_tiers[tier](hidden_states.to(device), **kwargs)
+        token = _computed_heads.set(heads)
+        try:
+            return self.modules_of_tiers[tier](hidden_states.to(device), **kwargs)
+        finally:
+            _computed_heads.reset(token)
 
     def _query_heads(self, shard: Shard, total: int) -> Tensor:
         per_group = total // self.neurons

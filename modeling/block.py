@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from hf_sparse.quantization import InputMatrix, NeuronMatrix
 
 from .neurons import BlockId, Tier, WeightFormat
-from .rules import PLACES, Place, SkipRule, rules_apply
+from .predictor import Predictor
+from .rules import PLACES, Place, RuleKind, SkipRule, rules_apply
 
 INDEX_BYTES = 4  # a shard keeps the model position of each of its neurons as int32
 
@@ -61,6 +62,18 @@ class BlockSpec:
     weights: WeightFormat
 
 
+@dataclass(frozen=True)
+class BlockShape:
+    """What a plan must fit. `widths`: entries of each place where a rule may have thresholds; `reads`: d_model, what
+    its predictor reads; `predicts`: what that scores, neurons or query heads, 0 where there may be none.
+    """
+
+    neurons: int
+    widths: Mapping[str, int]
+    reads: int
+    predicts: int
+
+
 @dataclass
 class Shard:
     """The part of a block that lives on one tier. `neurons`: int32 [n], their positions in the model, ascending."""
@@ -93,7 +106,8 @@ class HybridBlock(nn.Module):
     """Base of the hybrid blocks: loads a block's tensors one by one, splits its neurons between tiers, saves them in
     model order, and leaves out what its rule says.
 
-    `counters`: int64 [places, 2], entries kept and offered at each of `PLACES`, over the tokens to which rules applied.
+    `predicts`: how many neurons or query heads its predictor scores; 0 where it takes none. `counters`: int64
+    [counted, 2], what was kept and offered of each of `counted`, over the tokens to which rules applied.
     """
 
     skips_inputs_of: str | None = None  # the projection that place "input" is the input of
@@ -111,9 +125,11 @@ class HybridBlock(nn.Module):
         self._packed: dict[str, Tensor] = {}
         self._rule = SkipRule()
         self.probe: Probe | None = None
+        self.predicts = spec.neurons
+        self._predictor: Predictor | None = None
         self.places = PLACES[spec.id.kind]
-        self.takes = self.places  # where its rule may have thresholds
-        self.counters = torch.zeros(len(self.places), 2, dtype=torch.int64, device="cpu")  # native code adds to it
+        self.counted: tuple[str, ...] = self.places if spec.id.kind == "mlp" else (*self.places, "heads")
+        self.counters = torch.zeros(len(self.counted), 2, dtype=torch.int64, device="cpu")  # native code adds to it
 
     # Leaving out
 
@@ -126,14 +142,41 @@ class HybridBlock(nn.Module):
         """Raises ValueError for thresholds at a place that the block does not have, and for another number of them than
         it has entries there, or one.
         """
-        if alien := sorted(set(rule.below) - set(self.takes)):
-            raise ValueError(f"{self.id} rule: expected thresholds at {', '.join(self.takes)}, got {', '.join(alien)}")
+        takes = self.takes(rule.kind)
+        if alien := sorted(set(rule.below) - set(takes)):
+            raise ValueError(
+                f"{self.id} rule: expected thresholds at {', '.join(takes)} of kind {rule.kind!r}, got "
+                f"{', '.join(alien)}"
+            )
         for place, thresholds in rule.below.items():
             if len(thresholds) not in (1, width := self.width_of(place)):
                 raise ValueError(f"{self.id} rule: below[{place!r}]: expected 1 or {width}, got {len(thresholds)}")
         self._rule = rule
         if self._store():
             self._placed()
+
+    @property
+    def predictor(self) -> Predictor | None:
+        """Runs where the rule is "predicted" and applies."""
+        return self._predictor
+
+    @predictor.setter
+    def predictor(self, predictor: Predictor | None) -> None:
+        """Raises ValueError for one that reads or scores something else than this block has."""
+        if predictor is not None:
+            got, expected = (predictor.fc1.cols, predictor.fc2.rows), (self.width_of("input"), self.predicts)
+            if got != expected:
+                raise ValueError(f"{self.id} predictor: expected [inputs, scores] of {expected}, got {got}")
+        self._predictor = predictor
+
+    def takes(self, kind: RuleKind) -> tuple[Place, ...]:
+        """Where a rule of this kind may have thresholds."""
+        return self.places
+
+    @property
+    def shape(self) -> BlockShape:
+        widths = {place: self.width_of(place) for place in self.takes("magnitude")}
+        return BlockShape(self.neurons, widths, self.width_of("input"), self.predicts)
 
     def width_of(self, place: Place) -> int:
         """Entries at `place` of the whole block: columns of what reads, rows of what writes."""
@@ -146,28 +189,37 @@ class HybridBlock(nn.Module):
         return self._rule if rules_apply() and self._rule.kind != "none" else None
 
     def seen(
-        self, place: Place, values: Tensor, rule: SkipRule | None, index: Tensor | None = None
+        self,
+        place: Place,
+        values: Tensor,
+        rule: SkipRule | None,
+        index: Tensor | None = None,
+        within: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """What is computed on with of `values` [tokens, entries], and which of them stay (bool; None: all). `index`:
-        the positions of the columns in the whole block, where they are not all.
+        the positions of the columns in the whole block, where they are not all. `within`: bool, no others stay.
         """
         if self.probe is not None:
             values = self.probe(place, values)
         kept = None if rule is None else rule.keeps(place, values, index)
+        if within is not None:
+            kept = within if kept is None else kept & within
         if kept is None:
             return values, None
         self.count(place, int(kept.sum()), kept.numel())
         return torch.where(kept, values, 0.0), kept
 
-    def count(self, place: Place, kept: int, offered: int) -> None:
-        self.counters[self.places.index(place)] += torch.tensor([kept, offered], device="cpu")
+    def count(self, what: str, kept: int, offered: int) -> None:
+        self.counters[self.counted.index(what)] += torch.tensor([kept, offered], device="cpu")
 
     def reset_counters(self) -> None:
         self.counters.zero_()
 
-    def kept(self, place: Place) -> float:
-        """Share of the entries at `place` that were kept since the last reset; 1 where none was left out."""
-        kept, offered = self.counters[self.places.index(place)].tolist()
+    def kept(self, what: str) -> float:
+        """Share of the entries at a place, or of the heads, that were kept since the last reset; 1 where none was left
+        out.
+        """
+        kept, offered = self.counters[self.counted.index(what)].tolist()
         return kept / offered if offered else 1.0
 
     @property
@@ -176,12 +228,15 @@ class HybridBlock(nn.Module):
         return sum(matrix.nbytes for shard in self.shards for matrix in shard.matrices.values())
 
     def read_bytes(self) -> float:
-        """Of weights, per token to which rules applied since the last reset; all where there was none."""
-        return sum(
+        """Of weights, per token to which rules applied since the last reset, the predictor's too; all where there was
+        none.
+        """
+        weights = sum(
             self.read_share_of(name, matrix) * matrix.nbytes
             for shard in self.shards
             for name, matrix in shard.matrices.items()
         )
+        return weights + (0 if self.predictor is None else self.predictor.nbytes)
 
     def read_share_of(self, name: str, matrix: NeuronMatrix | InputMatrix) -> float:
         if isinstance(matrix, InputMatrix):

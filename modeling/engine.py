@@ -90,7 +90,7 @@ class Engine:
         layers: list[Any] = list(model.get_submodule(layers_path))
         self._blocks: list[tuple[HybridAttention, HybridMLP]] = []
         self._sizes: list[tuple[int, int, int]] = []
-        self._counts = torch.zeros(len(layers), 5, 2, dtype=torch.int64, device="cpu")  # see kernels.h: Step
+        self._counts = torch.zeros(len(layers), 6, 2, dtype=torch.int64, device="cpu")  # see kernels.h: Step
         self._decoder = self._kernels.Decoder(level, config.hidden_size)
         self._rotations = self._make_rotations(config)
         for number, layer in enumerate(layers):
@@ -170,6 +170,8 @@ class Engine:
         if block.rule.kind != "none":
             inputs = self._weights.thresholds(block, "input", config.hidden_size)
             made.set_thresholds(inputs, self._weights.thresholds(block, "output", widths[0]))
+        if block.predicts_heads():
+            made.predictor = self._weights.predictor(block.predictor)
         if names.head_norms is not None:
             q_norm, k_norm = (self._norm(module, name, names.one_plus) for name in ("q_norm", "k_norm"))
             made.set_norms(q_norm, k_norm, names.head_norms == "all", _epsilon(module.get_submodule("q_norm")))
@@ -218,9 +220,8 @@ class Engine:
             if names.head_norms is not None:
                 attributes_of += [attention.get_submodule(name) for name in ("q_norm", "k_norm")]
             objects += [
-                (attention, "shards"),
-                (attention, "_rule"),
-                *((mlp, name) for name in ("shards", "_rule", "predictor", "activation")),
+                *((block, name) for block in (attention, mlp) for name in ("shards", "_rule", "_predictor")),
+                (mlp, "activation"),
             ]
         return Watch(self._model, attributes_of, objects)
 

@@ -21,7 +21,6 @@ from hf_sparse.quantization import (
 
 from .block import FEW_ROWS, BlockSpec, HybridBlock, Shard, union
 from .native_mlp import NativeMLP, NotUsual
-from .predictor import Predictor
 from .rules import SkipRule
 from .tiers import merge, run_side_by_side
 
@@ -56,7 +55,6 @@ class HybridMLP(HybridBlock):
         self.names = names
         self.activation = activation
         self.skips_inputs_of = None if names.fused else names.gate or names.up
-        self.predictor: Predictor | None = None
         # what was built for the shards, by place, and from what: [level, shards, rule, predictor, activation]
         self._native: tuple[list[Any], list[NativeMLP | None]] | None = None
 
@@ -65,12 +63,8 @@ class HybridMLP(HybridBlock):
         """Share of neurons that were computed since the last reset, over the tokens to which rules applied; None before
         any.
         """
-        offered = int(self.counters[self.places.index("gate")][1])
+        offered = int(self.counters[self.counted.index("gate")][1])
         return self.kept("gate") if offered else None
-
-    def read_bytes(self) -> float:
-        """The predictor's too."""
-        return super().read_bytes() + (0 if self.predictor is None else self.predictor.nbytes)
 
     def read_share_of(self, name: str, matrix: NeuronMatrix | InputMatrix) -> float:
         """Without the gates that a predictor asked for in vain."""

@@ -1,4 +1,5 @@
-"""Predictor: a small network beside an MLP that foretells which of its neurons will be active.
+"""Predictor: a small network beside a block that foretells which of its neurons will be active, or which of its query
+heads will count.
 
 fc1 (d_model -> r), ReLU, fc2 (r -> neurons), fed with the block's own input (DejaVu, ICML'23, section 4; PowerInfer,
 SOSP'24). The bias shifts each neuron's decision so that recall, not accuracy, is what training aims at.

@@ -1,9 +1,9 @@
 """SkipRule: when a neuron may be left out for a token. A rule returns what is active and stores nothing.
 
 `exact`: the activation is zero, so leaving it out changes nothing (PowerInfer, SOSP'24). `magnitude`: the activated
-gate lies below a calibrated threshold (CATS, 2024). `predicted`: a predictor foretells it (DejaVu, ICML'23). `none`:
-every neuron is computed. Entries that a projection reads may be left out too, below thresholds of their own (TEAL,
-2024; here one per entry).
+gate lies below a calibrated threshold (CATS, 2024). `predicted`: a predictor foretells it, of an MLP's neurons or of
+attention's query heads (DejaVu, ICML'23). `none`: every neuron is computed. Entries that a projection reads may be left
+out too, below thresholds of their own (TEAL, 2024; here one per entry).
 """
 
 from __future__ import annotations

@@ -10,7 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_sparse.modeling import BlockId, HybridBlock, HybridMLP, SkipRule, hybrid_blocks, skipping
+from hf_sparse.modeling import (
+    BlockId,
+    HybridAttention,
+    HybridBlock,
+    HybridMLP,
+    Placement,
+    SkipRule,
+    Tier,
+    hybrid_blocks,
+    skipping,
+)
 from hf_sparse.modeling.rules import RuleKind
 from tiny_models import plain_twin, prompt_ids
 
@@ -51,7 +61,7 @@ def give_thresholds(
     typical = {at: float(values[values > 0].median()) for at, values in magnitudes(model).items()}
     for block in hybrid_blocks(model):
         below = {}
-        for place in (place for place in block.takes if place in places):
+        for place in (place for place in block.takes("magnitude") if place in places):
             width = 1 if alike else block.width_of(place)
             spread = torch.ones(1) if alike else 2 * torch.rand(width, generator=generator)
             below[place] = (spread > 1).float() * 1e9 if certain else spread * typical[block.id, place]
@@ -59,9 +69,33 @@ def give_thresholds(
             block.rule = SkipRule(kind, below)
 
 
+def counts_of(model: Any) -> dict[tuple[Any, str], list[int]]:
+    """As MaskedTwin counts: only where something was offered."""
+    return {
+        (block.id, what): counts
+        for block in hybrid_blocks(model)
+        for what, counts in zip(block.counted, block.counters.tolist(), strict=True)
+        if counts[1]
+    }
+
+
+def split(model: Any) -> None:
+    generator = torch.Generator().manual_seed(4)
+    assignment = {b.id: torch.randint(0, 2, (b.neurons,), generator=generator) for b in hybrid_blocks(model)}
+    model.place(Placement((Tier("fast"), Tier("cpu")), assignment))
+
+
+@torch.no_grad()
+def always(model: Any, ids: Tensor) -> Tensor:
+    """Logits with rules for every token; counts are those of this call."""
+    model.reset_active_fraction()
+    with skipping("always"):
+        return model(ids, use_cache=False).logits
+
+
 class MaskedTwin:
-    """transformers' own model with the dequantized weights of `model` and its rules (no predictors), which apply to
-    every token. `counts`: entries kept and offered by block and place since `reset`.
+    """transformers' own model with the dequantized weights of `model`, its rules, which apply to every token, and its
+    predictors of query heads (no others). `counts`: entries kept and offered by block and place in the last call.
     """
 
     def __init__(self, model: Any) -> None:
@@ -85,9 +119,22 @@ class MaskedTwin:
             activation.register_forward_hook(lambda _, args, out: self._masked(block, "gate", out))
             self._hook(prefix + writes, block, "hidden")
         else:
+            if isinstance(block, HybridAttention) and block.predicts_heads():
+                q = self.model.get_submodule(prefix + "q_proj")
+                q.register_forward_pre_hook(lambda _, args: self._predict(block, args[0]))
             if block.skips_inputs_of is not None:
                 self._hook(prefix + block.skips_inputs_of, block, "input")
             self._hook(prefix + writes, block, "output")
+
+    def _predict(self, block: HybridBlock, x: Tensor) -> None:
+        assert block.predictor is not None
+        self._heads = block.predictor.active(x.flatten(0, 1)).view(*x.shape[:-1], -1)
+        self._count(block, "heads", self._heads)
+
+    def _count(self, block: HybridBlock, what: str, kept: Tensor) -> None:
+        counts = self.counts.setdefault((block.id, what), [0, 0])
+        counts[0] += int(kept.sum())
+        counts[1] += kept.numel()
 
     def _hook(self, path: str, block: HybridBlock, place: str, fused: int = 0) -> None:
         linear = self.model.get_submodule(path)
@@ -104,14 +151,16 @@ class MaskedTwin:
 
     def _masked(self, block: HybridBlock, place: str, values: Tensor) -> Tensor:
         below = block.rule.below.get(place)
-        if below is None and place in ("input", "output"):
+        heads = isinstance(block, HybridAttention) and block.predicts_heads() and place == "output"
+        if below is None and place in ("input", "output") and not heads:
             return values
         kept = values != 0 if below is None else values.abs() >= below
+        if heads:
+            of_heads = self._heads.repeat_interleave(values.shape[-1] // self._heads.shape[-1], dim=-1)
+            kept = of_heads if below is None else of_heads & kept
         if place == "gate":
             self._gates = kept
         elif place == "hidden":
             kept = self._gates if below is None else self._gates & kept
-        counts = self.counts.setdefault((block.id, place), [0, 0])
-        counts[0] += int(kept.sum())
-        counts[1] += kept.numel()
+        self._count(block, place, kept)
         return torch.where(kept, values, 0.0)

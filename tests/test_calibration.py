@@ -117,7 +117,9 @@ def test_the_profile_is_what_a_plain_count_gives(llama):
     assert len(training) == 2
     seen = [magnitudes(model, row[None]) for row in training]
     for block in hybrid_blocks(model):
-        passed = {place: torch.cat([of_row[block.id, place] for of_row in seen]) for place in block.takes[-1:]}
+        passed = {
+            place: torch.cat([of_row[block.id, place] for of_row in seen]) for place in block.takes("magnitude")[-1:]
+        }
         if isinstance(block, HybridMLP):
             impact = passed["hidden"].mean(0) * block.dequantize()["mlp.down_proj.weight"].norm(dim=0)
         else:

@@ -174,7 +174,7 @@ def test_bytes_per_token_count_what_is_read(case: str, everywhere: bool, tmp_pat
         if isinstance(block, HybridMLP):
             below = {"gate": 0.1} | ({"input": 0.1, "hidden": 0.1} if everywhere else {})
         else:
-            below = dict.fromkeys(block.takes, 0.1) if everywhere else {}
+            below = dict.fromkeys(block.takes("magnitude"), 0.1) if everywhere else {}
         block.rule = magnitude(**below) if below else SkipRule()
         kept = {place: 20 + 17 * i + number for i, place in enumerate(block.places)}
         if not below:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save
 
-from hf_sparse.modeling import BlockId, SkipRule
+from hf_sparse.modeling import BlockId, BlockShape, SkipRule
 from hf_sparse.plan import BlockProfile, PlacementPlan, PlanError, PlanKey, PlannedPredictor
 
 MLP, EXACT, LAST, HEADS = BlockId(0, "mlp"), BlockId(5, "mlp"), BlockId(10, "mlp"), BlockId(2, "attention")
@@ -401,11 +401,19 @@ def test_a_bad_plan_is_not_saved(tmp_path: Path, field: str, change) -> None:
 # Against a model
 
 
+def shapes(neurons=NEURONS, hidden: int = HIDDEN, attended: int = ATTENDED, heads: int = 6):
+    mlp, attention = ("input", "gate", "hidden"), {"input": hidden, "output": attended}
+    return {
+        id: BlockShape(n, {p: hidden if p == "input" else n for p in mlp}, hidden, n)
+        if id.kind == "mlp"
+        else BlockShape(n, attention, hidden, heads)
+        for id, n in neurons.items()
+    }
+
+
 MODEL = {
     "model_type": "llama",
-    "neurons": NEURONS,
-    "hidden_size": HIDDEN,
-    "attended": {HEADS: ATTENDED},
+    "shapes": shapes(),
     "key": make_plan().key,
 }
 
@@ -421,12 +429,15 @@ def test_a_plan_that_fits_its_model() -> None:
         ("key.checkpoint", {"key": replace(make_plan().key, checkpoint="cd" * 32)}),
         ("key.quantization", {"key": replace(make_plan().key, quantization={})}),
         ("key.calibration", {"key": replace(make_plan().key, calibration={"tokens": 4097})}),
-        ("blocks[10.mlp]", {"neurons": {id: n for id, n in NEURONS.items() if id != LAST}}),
-        ("blocks[11.mlp]", {"neurons": {**NEURONS, BlockId(11, "mlp"): 13}}),
-        ("blocks[2.attention].neurons", {"neurons": {**NEURONS, HEADS: 4}}),
-        ("blocks[0.mlp].rule.below.input", {"hidden_size": HIDDEN + 1}),
-        ("blocks[2.attention].rule.below.output", {"attended": {HEADS: ATTENDED + 2}}),
-        ("blocks[2.attention].rule.below.output", {"attended": {}}),
+        ("blocks[10.mlp]", {"shapes": shapes({id: n for id, n in NEURONS.items() if id != LAST})}),
+        ("blocks[11.mlp]", {"shapes": shapes({**NEURONS, BlockId(11, "mlp"): 13})}),
+        ("blocks[2.attention].neurons", {"shapes": shapes({**NEURONS, HEADS: 4})}),
+        ("blocks[0.mlp].rule.below.input", {"shapes": shapes(hidden=HIDDEN + 1)}),
+        ("blocks[2.attention].rule.below.output", {"shapes": shapes(attended=ATTENDED + 2)}),
+        (
+            "blocks[2.attention].rule.below.output",
+            {"shapes": {**shapes(), HEADS: BlockShape(NEURONS[HEADS], {}, HIDDEN, 0)}},
+        ),
     ],
 )
 def test_a_plan_that_does_not_fit(field: str, model) -> None:
@@ -439,5 +450,17 @@ def test_a_predictor_of_another_width_does_not_fit() -> None:
     plan = make_plan()
     plan.rules[MLP] = SkipRule("exact")
     with pytest.raises(PlanError) as caught:
-        plan.check_model(**(MODEL | {"hidden_size": HIDDEN + 1}))
+        plan.check_model(**(MODEL | {"shapes": shapes(hidden=HIDDEN + 1)}))
     assert caught.value.field == "blocks[10.mlp].predictor.fc1"
+
+
+@pytest.mark.parametrize("heads", [0, 5, 7])
+def test_a_predictor_of_other_heads_does_not_fit(heads: int) -> None:
+    plan = make_plan()
+    plan.rules[HEADS] = SkipRule("predicted", {"output": torch.rand(ATTENDED)})
+    tensors = {"fc1": torch.randn(RANK, HIDDEN), "fc2": torch.randn(6, RANK), "bias": torch.randn(6)}
+    plan.predictors[HEADS] = replace(plan.predictors[LAST], tensors=tensors)
+    plan.check_model(**MODEL)
+    with pytest.raises(PlanError) as caught:
+        plan.check_model(**(MODEL | {"shapes": shapes(heads=heads)}))
+    assert caught.value.field == "blocks[2.attention].predictor.fc2"

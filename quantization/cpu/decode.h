@@ -34,6 +34,7 @@ struct Worker {
     int64_t* list;             // [list]
     int64_t* inputs;           // [hidden]
     float* masked;             // [hidden]
+    bool* counts;              // [heads]
     char *activations, *predictor_activations, *sums;
 
     Worker(Carver* carver, const Step& step_, const Sizes& sizes_, const Shared& shared_)
@@ -48,6 +49,7 @@ struct Worker {
         list = carver->take<int64_t>(sizes.list);
         inputs = carver->take<int64_t>(sizes.hidden);
         masked = carver->take<float>(sizes.hidden);
+        counts = carver->take<bool>(sizes.heads);
         activations = carver->take<char>(sizes.activations);
         predictor_activations = carver->take<char>(sizes.predictor_activations);
         sums = carver->take<char>(sizes.sums);
@@ -182,7 +184,9 @@ struct Worker {
 
     void attention(const Attention& a, const CacheTable& cache, const float* from, int64_t* computed) const {
         const int64_t q_rows = a.heads * a.head_dim, kv_rows = a.kv_heads * a.head_dim;
-        const int64_t all = q_rows + 2 * kv_rows, first = first_of(all), last = last_of(all);
+        const bool some_heads = step.rules && a.predictor.fc1.codes;
+        const int64_t computed_rows = some_heads ? choose_heads(a, from, computed) * a.head_dim : q_rows;
+        const int64_t all = computed_rows + 2 * kv_rows, first = first_of(all), last = last_of(all);
         const auto share = [&](const Linear& part, int64_t start, int64_t count, const Activations& rows, float* out) {
             linear(part, larger(first - start, 0), smaller(last - start, count), rows, out);
         };
@@ -195,12 +199,24 @@ struct Worker {
                           computed ? computed + 6 : nullptr);
         }
         const Activations rows = prepared(a.k.matrix, from, a.compute, activations);
-        if (!below && !a.q.matrix.by_input) share(a.q, 0, q_rows, rows, shared.q);
-        share(a.k, q_rows, kv_rows, rows, shared.k);
-        share(a.v, q_rows + kv_rows, kv_rows, rows, shared.v);
+        if (some_heads) {
+            int64_t at = 0;
+            for (int64_t head = 0; head < a.heads; head++) {
+                if (!counts[head]) continue;
+                const int64_t row = head * a.head_dim;  // `at`: this row among those that are computed
+                linear(a.q, row + larger(first - at, 0), row + smaller(last - at, a.head_dim), rows, shared.q);
+                at += a.head_dim;
+            }
+        } else if (!below && !a.q.matrix.by_input) {
+            share(a.q, 0, q_rows, rows, shared.q);
+        }
+        share(a.k, computed_rows, kv_rows, rows, shared.k);
+        share(a.v, computed_rows + kv_rows, kv_rows, rows, shared.v);
         wait_for_all();
 
         std::memcpy(q, shared.q, static_cast<size_t>(q_rows) * sizeof(float));
+        for (int64_t head = 0; some_heads && head < a.heads; head++)
+            if (!counts[head]) std::memset(q + head * a.head_dim, 0, static_cast<size_t>(a.head_dim) * sizeof(float));
         std::memcpy(k, shared.k, static_cast<size_t>(kv_rows) * sizeof(float));
         norm_and_rotate(a, a.q_norm, a.heads, q);
         norm_and_rotate(a, a.k_norm, a.kv_heads, k);
@@ -224,22 +240,35 @@ struct Worker {
             }
             const int64_t begin = larger(start, part_start) - page * page_tokens;
             const int64_t end = smaller(stop, part_start + part_tokens) - page * page_tokens;
-            const auto attend = [&](auto which) {
-                attend_page<decltype(which)>(a, of_page, head, begin, end, q + query * a.head_dim, queries, scores,
-                                             partials + query, outs + query * a.head_dim);
+            const auto attend = [&](auto which, int64_t from_head, int64_t to_head) {
+                const int64_t at = from_head * a.head_dim;
+                attend_page<decltype(which)>(a, of_page, head, begin, end, q + at, to_head - from_head, scores,
+                                             partials + from_head, outs + at);
             };
-            if (cache.code == 0) attend(float());
-            if (cache.code == 1) attend(uint16_t());
-            if (cache.code == 2) attend(int8_t());
+            for (int64_t i = query, next; i < query + queries; i = next) {
+                next = some_heads ? i + 1 : query + queries;
+                if (some_heads && !counts[i]) continue;
+                while (next < query + queries && counts[next]) next++;
+                if (cache.code == 0) attend(float(), i, next);
+                if (cache.code == 1) attend(uint16_t(), i, next);
+                if (cache.code == 2) attend(int8_t(), i, next);
+            }
         }
         wait_for_all();
 
         const int64_t o_first = first_of(q_rows), o_last = last_of(q_rows);
-        for (int64_t head = o_first / a.head_dim; head * a.head_dim < o_last; head++)
+        for (int64_t head = o_first / a.head_dim; head * a.head_dim < o_last; head++) {
+            if (some_heads && !counts[head]) continue;
             merge_head(a, head, units, parts, larger(o_first, head * a.head_dim),
                        smaller(o_last, (head + 1) * a.head_dim));
-        if (step.rules && a.attended_below) {
-            const int64_t count = keep(a.attended_below, shared.attended, o_first, o_last, list);
+        }
+        if (some_heads || (step.rules && a.attended_below)) {
+            int64_t count = 0;
+            for (int64_t head = o_first / a.head_dim; head * a.head_dim < o_last; head++) {
+                if (some_heads && !counts[head]) continue;
+                count += keep(a.attended_below, shared.attended, larger(o_first, head * a.head_dim),
+                              smaller(o_last, (head + 1) * a.head_dim), list + count);
+            }
             for (int64_t i = 0; i < count; i++) values[i] = shared.attended[list[i]];
             round_factors_to(a.compute, values, 0, count);
             add_rows(a.o.matrix, {list, count}, 0, count, values, a.compute, sums, own_y(0));
@@ -248,6 +277,25 @@ struct Worker {
         }
         round_factors_to(a.compute, shared.attended, o_first, o_last);
         add_rows(a.o.matrix, {nullptr, q_rows}, o_first, o_last, shared.attended, a.compute, sums, own_y(0));
+    }
+
+    // Of the query heads, those that the predictor expects to count -> `counts`. Returns how many. Every thread computes
+    // all: that takes less than to wait for the others.
+    int64_t choose_heads(const Attention& a, const float* from, int64_t* computed) const {
+        const Linear fc1{a.predictor.fc1, nullptr}, fc2{a.predictor.fc2, a.predictor.bias};
+        const int64_t width = fc1.matrix.rows, none = 0;
+        float *hidden = values, *scores_of_heads = values + sizes.list;
+        linear(fc1, none, width, prepared(fc1.matrix, from, a.compute, predictor_activations), hidden);
+        activate(relu, hidden, width);
+        const Activations rows = prepared(fc2.matrix, hidden, a.compute, predictor_activations);
+        linear(fc2, none, a.heads, rows, scores_of_heads);
+        int64_t count = 0;
+        for (int64_t head = 0; head < a.heads; head++) {
+            counts[head] = !(scores_of_heads[head] <= 0);
+            count += counts[head];
+        }
+        count_inputs(computed ? computed + 10 : nullptr, count, a.heads);
+        return count;
     }
 
     // Adds to `computed` at `place` what this thread kept, and once what was offered.
@@ -432,7 +480,7 @@ struct Worker {
             const Layer& layer = *step.layers[i];
             const Attention& a = layer.attention;
             const Mlp& m = layer.mlp;
-            int64_t* computed = step.computed ? step.computed + 10 * i : nullptr;
+            int64_t* computed = step.computed ? step.computed + 12 * i : nullptr;
             if (a.q.matrix.codes) {
                 attention(a, step.caches[i], norm(layer.norms[0], layer.epsilon, x, normed), computed);
                 wait_for_all();

@@ -14,6 +14,11 @@ struct Sizes {
         const int64_t groups = groups_of(matrix.cols, matrix.group_size);
         *activation_bytes = larger(*activation_bytes, ActivationMemory::bytes_of(groups * matrix.group_size, groups));
     }
+    void take(const Predictor& of_block) {
+        predictor = larger(predictor, of_block.fc1.rows);
+        take(of_block.fc1, &predictor_activations);
+        take(of_block.fc2, &predictor_activations);
+    }
     void take_sum(const Matrix& matrix) {
         if (!matrix.codes) return;
         sums = larger(sums, SumMemory::bytes_of(matrix));
@@ -28,18 +33,17 @@ struct Sizes {
             attended = larger(attended, a.heads * a.head_dim);
             if (a.kv_heads) queries = larger(queries, a.heads / a.kv_heads);
             neurons = larger(neurons, rounded_up(m.up.matrix.rows, block_columns));
-            predictor = larger(predictor, m.predictor.fc1.rows);
             take(a.q.matrix, &activations);
             take(a.k.matrix, &activations);
             take(m.up.matrix, &activations);
-            take(m.predictor.fc1, &predictor_activations);
-            take(m.predictor.fc2, &predictor_activations);
+            take(a.predictor);
+            take(m.predictor);
             take_sum(a.o.matrix);
             take_sum(m.down.matrix);
         }
         if (step.head) take(step.head->linear.matrix, &activations);
         width = larger(width, hidden);
-        list = larger(neurons, larger(attended, hidden));
+        list = larger(larger(neurons, predictor), larger(attended, hidden));
     }
 };
 

@@ -83,6 +83,7 @@ struct Attention {
     Compute compute;
     const float* inputs_below;    // as in Mlp, [columns of q]: q does not see them
     const float* attended_below;  // [heads * head_dim]: rows of o
+    Predictor predictor;  // of the query heads that count, where rules apply: q, scores and o leave out the others
 };
 
 struct Layer {
@@ -124,8 +125,8 @@ struct Step {
     const float* sin[2];
     const CacheTable* caches;  // one per layer
     bool rules;
-    // [layers, 5, 2]: where rules apply, entries kept and offered are added: of the MLP's input, gates and hidden, of the
-    // attention's input and what it attended to; null: not asked for
+    // [layers, 6, 2]: where rules apply, entries kept and offered are added: of the MLP's input, gates and hidden, of the
+    // attention's input, what it attended to, and its query heads; null: not asked for
     int64_t* computed;
     int threads;
 };

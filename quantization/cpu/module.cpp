@@ -313,6 +313,7 @@ NB_MODULE(_kernels, module) {
                  self.inputs_below = pointer<const float>(inputs);
                  self.attended_below = pointer<const float>(attended);
              })
+        .def_rw("predictor", &Attention::predictor)
         .def_rw("softcap", &Attention::softcap)
         .def_rw("window", &Attention::window);
     nb::class_<Layer>(module, "Layer")

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from engine_steps import (
     GREEDY,
@@ -32,16 +31,14 @@ from hf_sparse import SparseAutoModelForCausalLM
 from hf_sparse.modeling import (
     FAMILIES,
     HybridMLP,
-    Placement,
     SkipRule,
-    Tier,
     hybrid_blocks,
     magnitude,
     note_forward,
     skipping,
 )
 from hf_sparse.quantization import InputMatrix, instruction_sets
-from masked_twin import EVERYWHERE, MaskedTwin, give_thresholds
+from masked_twin import EVERYWHERE, MaskedTwin, always, counts_of, give_thresholds, split
 from tiny_models import CASES, prompt_ids
 
 DECODED = [case for case, (model_type, _) in CASES.items() if FAMILIES[model_type].decoding is not None]
@@ -49,34 +46,10 @@ OTHERS = ["opt", "nemotron", "gpt_neox", "falcon-40b", "bloom"]  # all without g
 SUBSETS = (("input",), ("gate",), ("hidden",), ("output",), EVERYWHERE)
 
 
-def counts_of(model: Any) -> dict[tuple[Any, str], list[int]]:
-    """As MaskedTwin counts: only where something was offered."""
-    return {
-        (block.id, place): counts
-        for block in hybrid_blocks(model)
-        for place, counts in zip(block.places, block.counters.tolist(), strict=True)
-        if counts[1]
-    }
-
-
-def split(model: Any) -> None:
-    generator = torch.Generator().manual_seed(4)
-    assignment = {b.id: torch.randint(0, 2, (b.neurons,), generator=generator) for b in hybrid_blocks(model)}
-    model.place(Placement((Tier("fast"), Tier("cpu")), assignment))
-
-
-@torch.no_grad()
-def always(model: Any, ids: Tensor) -> Tensor:
-    """Logits with rules for every token; counts are those of this call."""
-    model.reset_active_fraction()
-    with skipping("always"):
-        return model(ids, use_cache=False).logits
-
-
 def assert_skips(model: Any, places: tuple[str, ...]) -> None:
     """At each of `places` some entries are left out, and some are kept."""
     for block in hybrid_blocks(model):
-        for place in set(places) & set(block.takes):
+        for place in set(places) & set(block.takes("magnitude")):
             assert 0.1 < block.kept(place) < 0.95, (block.id, place)
 
 
@@ -278,7 +251,7 @@ def test_prompts_are_computed_whole(case: str, saved: Save) -> None:
     counted = counts_of(model)
     assert counted and all(offered % 2 == 0 for _, offered in counted.values())
     for block in hybrid_blocks(model):
-        for place in block.takes:
+        for place in block.takes("magnitude"):
             assert counted[block.id, place][1] == 2 * block.width_of(place)
 
 
@@ -347,9 +320,13 @@ def test_a_model_with_thresholds_is_saved_by_neuron_and_loads_as_it_was(
 
 def test_thresholds_that_an_attention_cannot_use_are_refused(saved: Save) -> None:
     attention = next(block for block in hybrid_blocks(load(saved("phi3"))) if block.id.kind == "attention")
-    with pytest.raises(ValueError, match=r"0\.attention rule: expected thresholds at output, got input"):
+    with pytest.raises(
+        ValueError, match=r"0\.attention rule: expected thresholds at output of kind 'magnitude', got input"
+    ):
         attention.rule = magnitude(input=0.1)
-    with pytest.raises(ValueError, match=r"0\.attention rule: expected thresholds at output, got gate, hidden"):
+    with pytest.raises(
+        ValueError, match=r"0\.attention rule: expected thresholds at output of kind 'magnitude', got gate, hidden"
+    ):
         attention.rule = magnitude(gate=0.1, hidden=0.2)
     with pytest.raises(ValueError, match=r"0\.attention rule: below\['output'\]: expected 1 or 48, got 47"):
         attention.rule = magnitude(output=torch.ones(47))
