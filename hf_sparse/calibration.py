@@ -329,9 +329,10 @@ class Search:
             return dict(self.exact)
         layers = {id.layer for id in self.exact}  # whose neurons are exactly zero: a predictor serves them
         found = {id: b for id, b in thresholds(self.profile, level).items() if id.layer not in layers}
-        predicted = {id: {p: b for p, b in found[id].items() if p == "output"} for id in self.predictors(level)}
-        magnitudes = {id: SkipRule("magnitude", below) for id, below in found.items()}
-        return self.exact | magnitudes | {id: SkipRule("predicted", below) for id, below in predicted.items()}
+        rules = {id: SkipRule("magnitude", below) for id, below in found.items()}
+        for id in self.predictors(level):
+            rules[id] = SkipRule("predicted", {"output": found[id]["output"]})
+        return self.exact | rules
 
     def cost(self, level: float) -> tuple[float, float]:
         """Held-out perplexity, all tokens sparsified, and the share of the blocks' bytes left unread."""

@@ -25,6 +25,7 @@ from hf_sparse.quantization import (
 
 from .block import FEW_ROWS, BlockSpec, HybridBlock, Shard, union
 from .cache import TierCacheView
+from .predictor import Predictor
 from .rules import Place, RuleKind
 from .tiers import merge, run_side_by_side, to_device
 
@@ -128,19 +129,22 @@ class HybridAttention(HybridBlock):
         return self.places if self.skips_inputs_of and kind != "predicted" else ("output",)
 
     def read_share_of(self, name: str, matrix: NeuronMatrix | InputMatrix) -> float:
-        if name == "q_proj" and self.predicts_heads():
+        if name == "q_proj" and self.head_predictor is not None:
             return self.kept("heads")
         return super().read_share_of(name, matrix)
 
-    def predicts_heads(self) -> bool:
-        return self.rule.kind == "predicted" and self.predictor is not None
+    @property
+    def head_predictor(self) -> Predictor | None:
+        """The predictor, where the rule has it decide."""
+        return self.predictor if self.rule.kind == "predicted" else None
 
     def _heads(self, hidden_states: Tensor) -> Tensor | None:
         """bool [tokens, query heads]: those that count for the tokens of `hidden_states`; None: all."""
-        if self.predictor is None or self.rule_now() is None or not self.predicts_heads():
+        predictor = self.head_predictor
+        if predictor is None or self.rule_now() is None:
             return None
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
-        heads = self.predictor.active(x, self.weights.compute_dtype)
+        heads = predictor.active(x, self.weights.compute_dtype)
         self.count("heads", int(heads.sum()), heads.numel())
         return heads
 

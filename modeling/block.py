@@ -69,7 +69,7 @@ class BlockShape:
     """
 
     neurons: int
-    widths: Mapping[str, int]
+    widths: Mapping[Place, int]
     reads: int
     predicts: int
 

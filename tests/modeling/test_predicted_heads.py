@@ -161,7 +161,7 @@ def test_a_plan_keeps_predictors_of_heads(saved: Save, tmp_path: Path) -> None:
     rules = {b.id: SkipRule("predicted", {"output": torch.full((48,), 1e-3)}) for b in blocks}
     plan = dataclasses.replace(model.plan, rules=model.plan.rules | rules, predictors=planned)
     model.use_plan(plan, torch.device("cpu"))
-    assert all(block.predicts_heads() for block in blocks)
+    assert all(block.head_predictor is not None for block in blocks)
     model.save_pretrained(tmp_path)
     again = SparseAutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(decoded(again, ids), decoded(model, ids))
