@@ -1,8 +1,9 @@
 """What bench_quality.py is made of: skip rules on transformers' own model.
 
 A rule says which entries of a vector are set to zero: those of an input of a projection, whose stored rows (the columns
-of the weight) are then not read, or of the activated gate, which spares a neuron's rows of up and down. All rules here
-come down to a threshold per entry, |v_i| < t_i, so that they differ in their t alone and run through the same hooks.
+of the weight) are then not read, or of the activated gate, which spares a neuron's rows of up and down, or whole
+neurons, by what a predictor foretells. All rules here come down to a threshold per entry, |v_i| < t_i, so that they
+differ in their t alone and run through the same hooks.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from transformers import PreTrainedModel
 
 from hf_sparse.activation_profile import ActivationProfile, thresholds
 
-GATE = "act"  # the activated gate; every other place is the input of the linear module of that name
+GATE = "act"  # the activated gate
+NEURONS = "neurons"  # a predictor's scores of them; every other place is the input of the linear module of that name
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 LINEARS = (*ATTENTION, *MLP)
@@ -35,6 +37,7 @@ AT_ONCE = 4  # rows of tokens that pass through the model together
 SAMPLED = 128  # tokens whose vectors are kept: thresholds are quantiles of them
 SORTED = 1 << 16  # values of a place that its quantiles are read from
 FINEST = 30  # halvings of a level
+TOP, PREDICTOR_SHARE, EPOCHS = 0.5, 0.08, 20  # of a predictor: what it learns to find, its size, its training
 
 Site = tuple[int, str]  # layer, place
 Setting = dict[Site, Tensor]  # thresholds, [width] or one for all
@@ -61,6 +64,7 @@ class Dropper:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.setting: Setting = {}
+        self.predictors: dict[int, nn.Module] = {}  # by layer: what the MLP reads -> scores of its neurons, in 0..1
         self.modules: dict[Site, Any] = {}
         self.seen: Callable[[Site, Tensor], None] | None = None  # looks at vectors before they are dropped
         layers: Any = getattr(model.base_model, "layers", ())
@@ -96,6 +100,13 @@ class Dropper:
         if threshold is not None:
             values = values.masked_fill(values.abs() < threshold, 0)
         layer, place = site
+        if place == "gate_proj" and (least := self.setting.get((layer, NEURONS))) is not None:
+            self._left_out = self.predictors[layer](values) < least
+            of_neuron = sum(self.weights[layer, name] for name in MLP) / self._left_out.shape[-1]
+            of_predictor = sum(p.numel() for p in self.predictors[layer].parameters())
+            self._spared += self._left_out.sum() * of_neuron - self._left_out[..., 0].numel() * of_predictor
+        if place == GATE and (layer, NEURONS) in self.setting:
+            return values.masked_fill(self._left_out, 0)
         gated = (layer, GATE) in self.setting
         if threshold is not None or (gated and place == "down_proj"):  # a gate that is dropped spares the row of down
             spared = self.weights[(layer, "up_proj") if place == GATE else site] / values.shape[-1]
@@ -160,10 +171,13 @@ class Dropper:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Of every site: `samples` float32 [SAMPLED tokens, width]; and `ours`, what `library_thresholds` gives."""
+    """Of every site: `samples` float32 [SAMPLED tokens, width]; and `ours`, what `library_thresholds` gives. `rows`:
+    the tokens of both.
+    """
 
     samples: dict[Site, Tensor]
     ours: Setting
+    rows: Tensor
 
 
 @torch.no_grad()
@@ -257,6 +271,59 @@ def column_norms(dropper: Dropper) -> dict[Site, Tensor | None]:
     return {site: dropper.modules[site].weight.detach().float().norm(dim=0) for site in dropper.weights}
 
 
+def predicted(dropper: Dropper, calibration: Calibration) -> Rule:
+    """DejaVu (Liu et al. 2023, section 4): per layer the neurons that a low-rank network scores least, in all three
+    projections; attention stays whole. Trains the networks, on the calibration's rows.
+    """
+    rows = calibration.rows
+    seen: dict[Site, list[Tensor]] = {}
+
+    def look(site: Site, values: Tensor) -> None:
+        if site[1] in ("gate_proj", "down_proj"):
+            seen.setdefault(site, []).append(values.detach().flatten(0, -2).float())
+
+    for layer in range(dropper.layers):  # one at a time: what all read and compute is more than fits
+        seen.clear()
+        only = lambda site, values, layer=layer: look(site, values) if site[0] == layer else None  # noqa: E731
+        with dropper.watched(only), torch.no_grad():
+            for batch in rows.split(AT_ONCE):
+                dropper.model.base_model(batch, use_cache=False)
+        norms = dropper.modules[layer, "down_proj"].weight.detach().float().norm(dim=0)
+        x, sizes = (torch.cat(seen[layer, place]) for place in ("gate_proj", "down_proj"))
+        dropper.predictors[layer] = _train_predictor(x, sizes.abs() * norms).to(dropper.model.dtype)
+        with torch.no_grad():
+            chosen = x[:: max(1, len(x) // SAMPLED)].to(dropper.model.dtype)
+            calibration.samples[layer, NEURONS] = dropper.predictors[layer](chosen).float()
+    return by_quantile("DejaVu", calibration, {(layer, NEURONS): None for layer in range(dropper.layers)})
+
+
+def _train_predictor(x: Tensor, sizes: Tensor) -> nn.Module:
+    """Scores in 0..1 of the neurons, high for those that are among the TOP of their token by `sizes` [tokens, neurons].
+    `x`: [tokens, width]. Takes PREDICTOR_SHARE of the three projections' weights.
+    """
+    width, neurons = x.shape[1], sizes.shape[1]
+    rank = max(1, int(PREDICTOR_SHARE * 3 * width * neurons / (width + neurons)))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        network = nn.Sequential(
+            nn.Linear(width, rank, bias=False), nn.ReLU(), nn.Linear(rank, neurons, bias=False), nn.Sigmoid()
+        )
+        least = sizes.kthvalue(int((1 - TOP) * neurons), dim=1, keepdim=True).values
+        labels = (sizes > least).float()
+        optimizer = torch.optim.AdamW(network.parameters(), lr=3e-3, weight_decay=1e-2)
+        scale = x.square().mean(1, keepdim=True).sqrt().clamp_min(1e-6).median()
+        x = (x / scale).clamp(-20, 20)
+        with torch.enable_grad():
+            for _ in range(EPOCHS):
+                for batch in torch.randperm(len(x)).split(128):
+                    loss = F.binary_cross_entropy_with_logits(network[:-1](x[batch]), labels[batch])
+                    optimizer.zero_grad()
+                    loss.backward()
+                    optimizer.step()
+    network[0].weight.data /= scale
+    return network.requires_grad_(False).eval()
+
+
 def teal_greedy(dropper: Dropper, calibration: Calibration, path: dict[int, list[str]], step: float) -> Rule:
     """TEAL with the shares of its search (algorithm 1): `path`, by layer, is what `greedy_path` found with `step`. All
     layers leave out the same share of their weights.
@@ -305,6 +372,10 @@ def foreseen(dropper: Dropper, samples: dict[Site, Tensor], setting: Setting) ->
         if GATE in below:
             below["down_proj"] = below["down_proj"] | below[GATE] if "down_proj" in below else below[GATE]
             below["up_proj"] = below.pop(GATE)
+        if (layer, NEURONS) in setting:
+            left_out = float((samples[layer, NEURONS] < setting[layer, NEURONS]).float().mean())
+            spared += left_out * sum(dropper.weights[layer, name] for name in MLP)
+            spared -= sum(p.numel() for p in dropper.predictors[layer].parameters())
         spared += sum(float(mask.float().mean()) * dropper.weights[layer, place] for place, mask in below.items())
     return 1 - spared / dropper.total
 

@@ -1,11 +1,12 @@
 """Quality against speed: what skip rules cost in perplexity, and what they save in bytes and time.
 
-  speed   the library as it is used: dense 4-bit weights, perplexity budgets (max_perplexity_increase) and fixed shares
-          of the weights left out (target_sparsity). Perplexity, share of the block weights read, tokens per second of
-          `generate()`, all settings in turns
-  rules   the library's rule beside CATS, TEAL and WINA at equal bytes read: on transformers' own model with the
-          dequantized weights, every token under the rule. All are calibrated on the same tokens, and the one number
-          that a rule has is set so that it reads the same share of the block weights on the text that is judged
+  speed   the library as it is used: dense 4-bit weights, exact zeros left out (where the model has any), perplexity
+          budgets (max_perplexity_increase) and fixed shares of the weights left out (target_sparsity). Perplexity,
+          share of the block weights read, tokens per second of `generate()`, all settings in turns
+  rules   the library's rule beside CATS, TEAL, WINA and predicted neurons at equal bytes read: on transformers' own
+          model with the dequantized weights, every token under the rule. All are calibrated on the same tokens, and the
+          one number that a rule has is set so that it reads the same share of the block weights on the text that is
+          judged
   oracle  a search over the choices of our rule (a factor on lambda by layer and place) on the text that it is judged
           on: what is left that a better search could save at the same divergence from the dense model
 
@@ -47,6 +48,7 @@ from _quality import (
     cats,
     library_thresholds,
     ours,
+    predicted,
     sample,
     teal,
     wina,
@@ -61,6 +63,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from hf_sparse import SparseAutoModelForCausalLM
 from hf_sparse.evaluation import bytes_per_token, perplexity
+from hf_sparse.modeling import Predictor, SkipRule, hybrid_blocks
 from hf_sparse.weights import skeleton
 
 PARTS = ("speed", "rules", "oracle")
@@ -72,7 +75,13 @@ SHARES = (0.9, 0.82, 0.75, 0.6)
 TOLERANCE = 0.002  # of a share of bytes: what counts as equal
 LEFT = 0.2  # of the oracle's saving that ours may leave
 STEP = 0.01  # of a layer's weights, in TEAL's search
-RULES: dict[str, Callable[[Dropper, Calibration], Rule]] = {"ours": ours, "cats": cats, "teal": teal, "wina": wina}
+RULES: dict[str, Callable[[Dropper, Calibration], Rule]] = {
+    "ours": ours,
+    "cats": cats,
+    "teal": teal,
+    "wina": wina,
+    "predictor": predicted,
+}
 SEARCHED = "teal-greedy"
 UNCALIBRATED = {"max_perplexity_increase": 0, "calibration_tokens": 128}
 SEED = 0
@@ -103,7 +112,7 @@ class Bench:
             found = library_thresholds(load(self.source, **UNCALIBRATED), self.calibration)
             save_aside({f"{layer} {place}": values for (layer, place), values in found.items()}, file)
         kept = {(int(layer), place): v for name, v in load_file(file).items() for layer, place in [name.split()]}
-        return Calibration(sample(self.dropper, self.calibration), kept)
+        return Calibration(sample(self.dropper, self.calibration), kept, self.calibration)
 
     def seconds_left(self) -> float:
         return self.stop - time.monotonic()
@@ -186,9 +195,10 @@ def prepare(arguments: argparse.Namespace, work: Path) -> Bench:
 # Speed
 
 
-DENSE = "dense"
+DENSE, EXACT = "dense", "exact"
 SETTINGS: dict[str, dict[str, float]] = {
-    DENSE: {"max_perplexity_increase": 0},
+    DENSE: {"max_perplexity_increase": 0},  # and no exact zeros left out either
+    EXACT: {"max_perplexity_increase": 0},
     **{f"budget-{100 * budget:g}%": {"max_perplexity_increase": budget} for budget in BUDGETS},
     **{f"fixed-{100 * share:g}%": {"target_sparsity": share} for share in FIXED},
 }
@@ -198,7 +208,13 @@ def speed(bench: Bench) -> list[dict[str, Any]]:
     models, facts = {}, {}
     for name in dict.fromkeys((DENSE, *bench.arguments.settings)):
         asked = SETTINGS[name]
-        model = models[name] = load(bench.source, **asked)
+        model = load(bench.source, **asked)
+        if name == DENSE:
+            for block in hybrid_blocks(model):
+                block.rule = SkipRule()
+        elif name == EXACT and not any(block.rule.kind == "exact" for block in hybrid_blocks(model)):
+            continue
+        models[name] = model
         facts[name] = {**asked, "calibration": model.plan.calibration_report}
         for text, rows in bench.texts.items():
             model.reset_active_fraction()
@@ -214,6 +230,7 @@ def speed(bench: Bench) -> list[dict[str, Any]]:
         fact = facts[name]
         fact["bytes_per_token"] = bytes_per_token(model)  # of what generate() read
         fact["speedup"] = statistics.median(figures[name]) / statistics.median(figures[DENSE])
+        fact["predictors_share_of_time"] = predictors_seconds(model) * statistics.median(figures[name])
         fact["speedup_by_bytes"] = facts[DENSE]["bytes_per_token"] / fact["bytes_per_token"]
         cells = ""
         for text in bench.texts:
@@ -222,6 +239,9 @@ def speed(bench: Bench) -> list[dict[str, Any]]:
             cells += f"{fact[text]['perplexity']:>9.3f} {increase:+8.2%}{fact[text]['read']:>18.1%}"
         by_bytes = f"{fact['speedup']:.2f} ({fact['speedup_by_bytes']:.2f})"
         print(f"{name:14}{cells}  {spread(figures[name])}  {by_bytes}", flush=True)
+        if count := sum(block.predictor is not None for block in hybrid_blocks(model)):
+            share = fact["predictors_share_of_time"]
+            print(f"{'':14}{count} predictors, which take {share:.1%} of the time of a token")
         made.append(
             row(
                 f"quality speed tg{bench.arguments.new_tokens}",
@@ -241,6 +261,25 @@ def speed(bench: Bench) -> list[dict[str, Any]]:
             f"text (goal: at most {goal:.0%}: {'kept' if report['bytes_read_share'] <= goal else 'missed'})"
         )
     return made
+
+
+def predictors_seconds(model: Any) -> float:
+    """For one token, a call of its own each, less what such a call takes that finds nothing."""
+    predictors = [block.predictor for block in hybrid_blocks(model) if block.predictor is not None]
+    if not predictors:
+        return 0.0
+    width = predictors[0].fc1.cols
+    nothing = Predictor(torch.zeros(32, width), torch.zeros(32, 32), torch.zeros(32))
+    x, turns = torch.randn(1, width), []
+    for _ in range(21):
+        times = []
+        for of_turn in (predictors, [nothing] * len(predictors)):
+            began = time.perf_counter()
+            for predictor in of_turn:
+                predictor.active_index(x, "int8")
+            times.append(time.perf_counter() - began)
+        turns.append(times[0] - times[1])
+    return max(0.0, statistics.median(turns))
 
 
 def take_turns(models: dict[str, Any], bench: Bench) -> dict[str, list[float]]:

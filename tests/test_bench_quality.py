@@ -63,7 +63,7 @@ def loaded(source: Path) -> Any:
 @pytest.fixture(scope="module")
 def calibration(quality: Any, dropper: Any, loaded: Any) -> Any:
     rows = prompt_ids(6, 40)
-    return quality.Calibration(quality.sample(dropper, rows), quality.library_thresholds(loaded, rows))
+    return quality.Calibration(quality.sample(dropper, rows), quality.library_thresholds(loaded, rows), rows)
 
 
 def weights(model: PreTrainedModel, *names: str) -> int:
@@ -154,7 +154,7 @@ def test_our_thresholds_are_the_librarys(quality: Any, loaded: Any, calibration:
         torch.testing.assert_close(calibration.ours[1, name], wanted[BlockId(1, kind)][place])
 
 
-@pytest.mark.parametrize("name", ["ours", "cats", "teal", "wina"])
+@pytest.mark.parametrize("name", ["ours", "cats", "teal", "wina", "predicted"])
 def test_rules_read_what_is_asked_for(quality: Any, dropper: Any, calibration: Any, name: str) -> None:
     rule = getattr(quality, name)(dropper, calibration)
     rows = prompt_ids(6, 40, seed=1)
@@ -179,6 +179,22 @@ def test_teal_and_wina_drop_by_their_scores(quality: Any, dropper: Any, calibrat
         dropped = values < threshold
         assert float(dropped.float().mean()) == pytest.approx(0.4, abs=0.01)
         assert float(scores[dropped].max()) <= float(scores[~dropped].min()) * (1 + 1e-5)
+
+
+def test_predicted_neurons_are_spared_whole(quality: Any, dropper: Any, calibration: Any) -> None:
+    rule = quality.predicted(dropper, calibration)
+    rows, none = prompt_ids(3, 30), {(1, "neurons"): torch.tensor(ALL)}
+    found = dropper.measure(rows, none)
+    predictor = sum(p.numel() for p in dropper.predictors[1].parameters())
+    assert 0.03 < predictor / (88 * 48 * 3) <= 0.08
+    mlp = weights(dropper.model, "1.mlp.gate_proj", "1.mlp.up_proj", "1.mlp.down_proj")
+    assert found.read == pytest.approx(1 - (mlp - predictor) / block_weights(dropper.model), abs=1e-6)
+    expected = perplexity(without(dropper.model, "model.layers.1.mlp.down_proj"), rows, "never")
+    assert found.perplexity == pytest.approx(expected, rel=1e-4)
+    # what it scores low adds less than what it scores high
+    x, sizes = calibration.samples[1, "gate_proj"], calibration.samples[1, "down_proj"].abs()
+    scores, cut = dropper.predictors[1](x), rule.setting(0.5)[1, "neurons"]
+    assert sizes[scores < cut].mean() < 0.9 * sizes[scores >= cut].mean()
 
 
 # Searches
