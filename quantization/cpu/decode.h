@@ -131,26 +131,28 @@ struct Worker {
         return masked;
     }
 
-    // Rows [first, last) of a linear layer that does not see the entries of `from` that are below their thresholds, and
-    // whose weights may be by input: `first` is then a whole block. Counts entries where thresholds are.
-    void sparse_linear(const Linear& layer, const float* below, const float* from, Compute compute, int64_t first,
-                       int64_t last, float* out, int64_t* counted) const {
-        const Matrix& matrix = layer.matrix;
-        if (!matrix.by_input) {
-            const float* seen = without_inputs(below, from, matrix.cols, counted);
-            return linear(layer, first, last, prepared(matrix, seen, compute, activations), out);
-        }
+    // This thread's part of a product with weights by input: of the inputs that are not below their thresholds, its share,
+    // times all rows. Counts entries where thresholds are.
+    void add_inputs(const Matrix& matrix, const float* below, const float* from, Compute compute,
+                    int64_t* counted) const {
         const int64_t count = keep(below, from, 0, matrix.cols, inputs);
         if (below) count_inputs(counted, count, matrix.cols);
-        if (first >= last) return;
         if (compute == bf16) {
             std::memcpy(masked, from, static_cast<size_t>(matrix.cols) * sizeof(float));
             round_factors_to(compute, masked, 0, matrix.cols);
             from = masked;
         }
-        product_inputs(matrix, {inputs, count}, first, rounded_up(last, block_columns), from, compute, out);
-        if (!layer.bias) return;
-        for (int64_t i = first; i < last; i++) out[i] += layer.bias[i];
+        const int64_t first = first_of(count);
+        product_inputs(matrix, {inputs + first, last_of(count) - first}, 0, padded_rows(matrix), from, compute,
+                       shared.products + thread * sizes.product);
+    }
+    // Rows [first, last) of the product, once all threads have theirs -> out[first .. last).
+    void merge_inputs(const Linear& layer, int64_t first, int64_t last, float* out) const {
+        for (int64_t i = first; i < last; i++) {
+            float sum = shared.products[i];
+            for (int64_t t = 1; t < team; t++) sum += shared.products[t * sizes.product + i];
+            out[i] = layer.bias ? sum + layer.bias[i] : sum;
+        }
     }
 
     float* own_y(int block) const {
@@ -185,18 +187,20 @@ struct Worker {
     void attention(const Attention& a, const CacheTable& cache, const float* from, int64_t* computed) const {
         const int64_t q_rows = a.heads * a.head_dim, kv_rows = a.kv_heads * a.head_dim;
         const bool some_heads = step.rules && a.predictor.fc1.codes;
-        const int64_t computed_rows = some_heads ? choose_heads(a, from, computed) * a.head_dim : q_rows;
+        const bool by_input = a.q.matrix.by_input;
+        const int64_t computed_rows =
+            by_input ? 0 : some_heads ? choose_heads(a, from, computed) * a.head_dim : q_rows;
         const int64_t all = computed_rows + 2 * kv_rows, first = first_of(all), last = last_of(all);
         const auto share = [&](const Linear& part, int64_t start, int64_t count, const Activations& rows, float* out) {
             linear(part, larger(first - start, 0), smaller(last - start, count), rows, out);
         };
         const float* below = step.rules ? a.inputs_below : nullptr;
-        if (below || a.q.matrix.by_input) {
-            const auto at_block = [&](int64_t row) {  // the nearest
-                return row >= q_rows ? q_rows : smaller((row + block_columns / 2) / block_columns * block_columns, q_rows);
-            };
-            sparse_linear(a.q, below, from, a.compute, at_block(first), at_block(last), shared.q,
-                          computed ? computed + 6 : nullptr);
+        int64_t* counted = computed ? computed + 6 : nullptr;
+        if (by_input) {
+            add_inputs(a.q.matrix, below, from, a.compute, counted);
+        } else if (below) {
+            const float* seen = without_inputs(below, from, a.q.matrix.cols, counted);
+            share(a.q, 0, q_rows, prepared(a.q.matrix, seen, a.compute, activations), shared.q);
         }
         const Activations rows = prepared(a.k.matrix, from, a.compute, activations);
         if (some_heads) {
@@ -207,14 +211,18 @@ struct Worker {
                 linear(a.q, row + larger(first - at, 0), row + smaller(last - at, a.head_dim), rows, shared.q);
                 at += a.head_dim;
             }
-        } else if (!below && !a.q.matrix.by_input) {
+        } else if (!below && !by_input) {
             share(a.q, 0, q_rows, rows, shared.q);
         }
         share(a.k, computed_rows, kv_rows, rows, shared.k);
         share(a.v, computed_rows + kv_rows, kv_rows, rows, shared.v);
         wait_for_all();
 
-        std::memcpy(q, shared.q, static_cast<size_t>(q_rows) * sizeof(float));
+        if (by_input) {
+            merge_inputs(a.q, 0, q_rows, q);
+        } else {
+            std::memcpy(q, shared.q, static_cast<size_t>(q_rows) * sizeof(float));
+        }
         for (int64_t head = 0; some_heads && head < a.heads; head++)
             if (!counts[head]) std::memset(q + head * a.head_dim, 0, static_cast<size_t>(a.head_dim) * sizeof(float));
         std::memcpy(k, shared.k, static_cast<size_t>(kv_rows) * sizeof(float));
@@ -380,17 +388,18 @@ struct Worker {
     void mlp(const Mlp& m, const float* from, int64_t* computed) const {
         const Linear& gate = m.gate.matrix.codes ? m.gate : m.up;
         const bool gated = m.gate.matrix.codes != nullptr, rule = m.rule && step.rules;
-        const int64_t neurons = m.up.matrix.rows, blocks = (neurons + block_columns - 1) / block_columns;
+        const int64_t neurons = m.up.matrix.rows, first = first_of(neurons), last = last_of(neurons);
         const bool by_input = gate.matrix.by_input;
-        const int64_t first = by_input ? first_of(blocks) * block_columns : first_of(neurons);
-        const int64_t last = by_input ? smaller(last_of(blocks) * block_columns, neurons) : last_of(neurons);
         const float* below = rule ? m.inputs_below : nullptr;
         float *gates = shared.gates, *ups = shared.ups;
         const auto own_gates = [&] {
-            if (below || by_input) {
-                sparse_linear(gate, below, from, m.compute, first, last, gates, computed);
+            if (by_input) {
+                add_inputs(gate.matrix, below, from, m.compute, computed);
+                wait_for_all();
+                merge_inputs(gate, first, last, gates);
             } else {
-                linear(gate, first, last, prepared(gate.matrix, from, m.compute, activations), gates);
+                const float* seen = below ? without_inputs(below, from, gate.matrix.cols, computed) : from;
+                linear(gate, first, last, prepared(gate.matrix, seen, m.compute, activations), gates);
             }
             activate(m.activation, gates + first, last - first);
         };

@@ -1,13 +1,15 @@
 // The memory that decode() works in. Part of loops.h.
 #pragma once
 
+#include <initializer_list>
+
 namespace hf_sparse {
 namespace {
 
 // Sizes of the largest layer of a step.
 struct Sizes {
     int64_t hidden = 0, width = 0, qkv = 0, heads = 0, attended = 0, queries = 0, neurons = 0, predictor = 0;
-    int64_t activations = 0, predictor_activations = 0, sums = 0, list = 0;
+    int64_t activations = 0, predictor_activations = 0, sums = 0, list = 0, product = 0;
 
     void take(const Matrix& matrix, int64_t* activation_bytes) {
         if (!matrix.cols) return;  // there is none; one without rows has activations all the same
@@ -28,11 +30,13 @@ struct Sizes {
         for (int64_t i = 0; i < step.layer_count; i++) {
             const Attention& a = step.layers[i]->attention;
             const Mlp& m = step.layers[i]->mlp;
-            qkv = larger(qkv, rounded_up(a.heads * a.head_dim, block_columns) + 2 * a.kv_heads * a.head_dim);
+            qkv = larger(qkv, (a.heads + 2 * a.kv_heads) * a.head_dim);
             heads = larger(heads, a.heads);
             attended = larger(attended, a.heads * a.head_dim);
             if (a.kv_heads) queries = larger(queries, a.heads / a.kv_heads);
-            neurons = larger(neurons, rounded_up(m.up.matrix.rows, block_columns));
+            neurons = larger(neurons, m.up.matrix.rows);
+            for (const Linear* read : {&a.q, &m.gate, &m.up})
+                if (read->matrix.by_input) product = larger(product, padded_rows(read->matrix));
             take(a.q.matrix, &activations);
             take(a.k.matrix, &activations);
             take(m.up.matrix, &activations);
@@ -68,6 +72,7 @@ struct Shared {
     float* attended;     // [heads * head_dim]
     float *gates, *ups;  // [neurons]
     float* predicted;    // [predictor]
+    float* products;     // [threads, product]
     int64_t* lists;      // [threads, neurons]
     int64_t* counts;     // [threads * 8]
     float* y[2];         // [threads, width]
@@ -85,6 +90,7 @@ struct Shared {
         gates = carver->take<float>(2 * sizes.neurons);
         ups = gates + sizes.neurons;
         predicted = carver->take<float>(sizes.predictor);
+        products = carver->take<float>(threads * sizes.product);
         lists = carver->take<int64_t>(threads * sizes.neurons);
         counts = carver->take<int64_t>(threads * 8);
         for (float*& of_block : y) of_block = carver->take<float>(threads * sizes.width);

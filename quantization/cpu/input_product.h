@@ -56,22 +56,18 @@ void inputs_as_floats(const Matrix& matrix, const InputGroup& group, const float
     }
 }
 
-// The same in integers: activations rounded to 16 bits as for a product by rows.
+constexpr int64_t panel_columns = 2048;  // of an input's row that are read before the next row: their sums stay near
+
+// The same in integers: activations rounded to 16 bits as for a product by rows. `group` begins at place `at` of `inputs`.
 template <Kind kind, typename Vectors = Isa>  // a parameter: some have no such operations
-void inputs_as_integers(const Matrix& matrix, const InputGroup& group, const Selection& next, const float* x,
-                        int64_t first, int64_t last, float* y) {
+void inputs_as_integers(const Matrix& matrix, const InputGroup& group, const Selection& inputs, int64_t at,
+                        const float* x, int64_t first, int64_t last, float* y) {
     using Block = typename Vectors::template SumBlock<kind, 128>;  // of one scale, whatever the size of the groups
     const Isa::Table table(matrix.table);
     const int64_t row_bytes = Row<kind>::columns_to_bytes(padded_rows(matrix));
     const int64_t padded = rounded_up(group.count, 8);
     float values[128] = {};
-    const uint8_t *codes[128], *later[128];
-    for (int64_t i = 0; i < padded; i++) {
-        const int64_t input = group.inputs[smaller(i, group.count - 1)];
-        codes[i] = matrix.codes + input * row_bytes;
-        later[i] = next.count ? matrix.codes + next.index[smaller(i, next.count - 1)] * row_bytes : codes[i];
-        if (i < group.count) values[i] = x[input];
-    }
+    for (int64_t i = 0; i < group.count; i++) values[i] = x[group.inputs[i]];
     const float scale = from_bits(largest_magnitude_bits(values, padded)) / whole_limit;
     const float inverse = scale >= smallest_scale ? 1.0f / scale : 0.0f;
     uint32_t lows[32], highs[32];  // the bytes of 4 factors side by side are what a SumBlock takes
@@ -84,17 +80,34 @@ void inputs_as_integers(const Matrix& matrix, const InputGroup& group, const Sel
         high[i] = static_cast<uint8_t>((number + 128) >> 8);
     }
     const int32_t constant = -128 * total;
-    for (int64_t c = first; c < last; c += Block::columns) {
-        int32_t sums[block_columns];
-        float scaled[block_columns] = {};
-        const int64_t byte = Row<kind>::columns_to_bytes(c);
-        Block::start(&constant, sums);
-        for (int64_t i = 0; i < padded; i += 8) {
-            for (int64_t k = i; k < i + 8; k++) prefetch(later[k] + byte);
-            Block::add_8_rows(codes + i, byte, row_bytes - byte, table, lows + i / 4, highs + i / 4, 1, sums);
+    const int64_t ahead = 8 + bytes_ahead / Row<kind>::columns_to_bytes(smaller(last - first, panel_columns));
+    const auto codes_at = [&](int64_t place) {
+        return matrix.codes + inputs.index[smaller(place, inputs.count - 1)] * row_bytes;
+    };
+    for (int64_t start = first; start < last; start += panel_columns) {
+        const int64_t stop = smaller(start + panel_columns, last);
+        int32_t sums[panel_columns];
+        for (int64_t c = start; c < stop; c += Block::columns) {
+            Block::start(&constant, sums + c - start);
+            for (int64_t scale = c; scale < c + Block::columns; scale += 32) prefetch(group.scales + scale);
         }
-        Block::finish(sums, &scale, scaled);
-        add_scaled(group, scale * static_cast<float>(total), scaled, c, c + Block::columns, y);
+        for (int64_t i = 0; i < padded; i += 8) {
+            const uint8_t *codes[8], *later[8];
+            for (int64_t k = 0; k < 8; k++) {
+                codes[k] = codes_at(at + smaller(i + k, group.count - 1));
+                later[k] = codes_at(at + i + k + ahead);
+            }
+            for (int64_t c = start; c < stop; c += Block::columns) {
+                const int64_t byte = Row<kind>::columns_to_bytes(c);
+                for (const uint8_t* from : later) prefetch(from + byte);
+                Block::add_8_rows(codes, byte, row_bytes - byte, table, lows + i / 4, highs + i / 4, 1, sums + c - start);
+            }
+        }
+        for (int64_t c = start; c < stop; c += Block::columns) {
+            float scaled[block_columns] = {};
+            Block::finish(sums + c - start, &scale, scaled);
+            add_scaled(group, scale * static_cast<float>(total), scaled, c, c + Block::columns, y);
+        }
     }
 }
 
@@ -110,15 +123,13 @@ inline void product_inputs(const Matrix& matrix, const Selection& inputs, int64_
         constexpr Kind kind = static_cast<Kind>(decltype(which)::value);
         for (int64_t at = 0; at < inputs.count;) {
             const InputGroup group(matrix, inputs, at);
-            at += group.count;
+            bool done = false;
             if constexpr (Isa::sums_rows) {
-                const Selection next{inputs.index + at, smaller(inputs.count - at, group.count)};
-                if (compute == int8) {
-                    inputs_as_integers<kind>(matrix, group, next, x, first, last, y);
-                    continue;
-                }
+                done = compute == int8;
+                if (done) inputs_as_integers<kind>(matrix, group, inputs, at, x, first, last, y);
             }
-            inputs_as_floats<kind>(matrix, group, x, first, last, y);
+            if (!done) inputs_as_floats<kind>(matrix, group, x, first, last, y);
+            at += group.count;
         }
     };
     if (matrix.table) return of_kind(Size<four_bit>());
