@@ -299,8 +299,8 @@ def test_copies_keep_rule_and_form() -> None:
 
 def test_thresholds_that_do_not_fit_the_block_are_named() -> None:
     block = load("gated", nn.SiLU(), WeightFormat("nf4", 32))
-    place(block, 1)
-    with pytest.raises(ValueError, match=r"0\.mlp rule: expected thresholds at input, gate, hidden of kind 'magnitude', got output"):
+    refused = r"0\.mlp rule: expected thresholds at input, gate, hidden of kind 'magnitude', got output"
+    with pytest.raises(ValueError, match=refused):
         block.rule = magnitude(output=0.1)
     for name, width in (("input", D_MODEL), ("gate", NEURONS), ("hidden", NEURONS)):
         for bad in (width - 1, width + 1, 2):
