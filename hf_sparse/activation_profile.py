@@ -28,6 +28,7 @@ from hf_sparse.quantization import NeuronMatrix
 from .log import logger
 from .model import SparseMixin
 from .plan_store import keep_aside
+from .probing import Look, probed
 
 SAMPLED = 1 << 13  # values of a place, for quantiles
 QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
@@ -98,16 +99,11 @@ class ActivationProfile:
     def _measure_row(self, row: Tensor, generated: Tensor) -> None:
         kinds = torch.stack((~generated, generated)).to(torch.float32)
         self.tokens += kinds.sum(1).to(torch.float64)
-        blocks = list(hybrid_blocks(self.model))
-        for block in blocks:
-            block.probe = lambda place, values, block=block: self._look(block, place, values, kinds)
-        try:
-            with skipping("never"), _without_weight_gradients(self.model), torch.enable_grad():
-                logits = self.model(row, use_cache=False).logits[0, :-1].float()
-                torch.nn.functional.cross_entropy(logits, row[0, 1:], reduction="sum").backward()
-        finally:
-            for block in blocks:
-                block.probe = None
+        look: Look = lambda block, place, values: self._look(block, place, values, kinds)  # noqa: E731
+        dense = skipping("never")
+        with probed(hybrid_blocks(self.model), look), dense, _without_weight_gradients(self.model), torch.enable_grad():
+            logits = self.model(row, use_cache=False).logits[0, :-1].float()
+            torch.nn.functional.cross_entropy(logits, row[0, 1:], reduction="sum").backward()
 
     def _look(self, block: HybridBlock, place: Place, values: Tensor, kinds: Tensor) -> Tensor:
         seen = values.detach().to(torch.float32)

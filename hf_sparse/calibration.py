@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers.utils import logging as transformers_logging
 
-from hf_sparse.modeling import BlockId, HybridMLP, Place, SkipRule, has_exact_zeros, hybrid_blocks
+from hf_sparse.modeling import BlockId, HybridBlock, HybridMLP, Place, SkipRule, has_exact_zeros, hybrid_blocks
 
 from . import __version__
 from .activation_profile import ActivationProfile, row_bytes, thresholds
@@ -32,6 +32,7 @@ from .model import SparseMixin, decoder_of
 from .plan import BlockProfile, PlacementPlan, PlanKey, PlannedPredictor
 from .plan_store import keep_aside
 from .predictor_training import train_predictors
+from .probing import probed
 from .texts import read_texts, token_stream
 
 ROW_TOKENS = 256
@@ -163,18 +164,13 @@ def _counting(model: SparseMixin) -> Iterator[dict[BlockId, Tensor]]:
     mlps = [block for block in hybrid_blocks(model) if isinstance(block, HybridMLP)]
     counts = {block.id: torch.zeros(block.neurons) for block in mlps}
 
-    def look(id: BlockId, place: Place, values: Tensor) -> Tensor:
+    def look(block: HybridBlock, place: Place, values: Tensor) -> Tensor:
         if place == "hidden":
-            counts[id] += (values != 0).sum(0)
+            counts[block.id] += (values != 0).sum(0)
         return values
 
-    for block in mlps:
-        block.probe = lambda place, values, id=block.id: look(id, place, values)
-    try:
+    with probed(mlps, look):
         yield counts
-    finally:
-        for block in mlps:
-            block.probe = None
 
 
 def _quantiles(profile: ActivationProfile) -> dict[str, list[float]]:

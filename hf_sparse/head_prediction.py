@@ -10,22 +10,21 @@ chosen for each head, so that on held-out text what is spared outweighs what is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hf_sparse.modeling import BlockId, HybridAttention, Place, Predictor, hybrid_blocks, skipping
+from hf_sparse.modeling import BlockId, HybridAttention, HybridBlock, Place, Predictor, hybrid_blocks
 
 from .activation_profile import ActivationProfile, row_bytes, thresholds
 from .model import SparseMixin
 from .plan import PlannedPredictor
+from .probing import groups_that_fit, pass_densely
 
 WEIGHT_DTYPE = "int8"
 GROUP = 32  # widths are multiples of it: rows are stored in groups of so many
 RIDGE = 1e-2  # of the mean square of the inputs
-COLLECTED_BYTES = 1_000_000_000  # of inputs, held in memory at once
 BEYOND = 5.0  # how far, in logarithms of cost, a decision that is the same for all tokens reaches beyond those seen
 
 
@@ -73,7 +72,9 @@ def foretell_heads(
     """
     candidates = _candidates(model, profile, held_out, level)
     found: dict[BlockId, Foretold] = {}
-    for group in _groups(candidates, training.numel() + held_out.numel()):
+    tokens = training.numel() + held_out.numel()
+    collected = lambda block: 4 * tokens * (block.width_of("input") + block.predicts)  # noqa: E731
+    for group in groups_that_fit({id: block for id, (block, _, _) in candidates.items()}, collected):
         fits, tests = _collect(model, profile, group, training), _collect(model, profile, group, held_out)
         for id in group:
             tensors = _fit(*fits.pop(id))
@@ -98,8 +99,8 @@ def _candidates(
     instead = dict.fromkeys(blocks, 0.0)
     costs: dict[BlockId, list[Tensor]] = {id: [] for id in blocks}
 
-    def look(id: BlockId, place: Place, values: Tensor) -> Tensor:
-        block, of_entries = blocks[id], _costs(profile, id, place, values)
+    def look(block: HybridBlock, place: Place, values: Tensor) -> Tensor:
+        id, of_entries = block.id, _costs(profile, block.id, place, values)
         if place == "output":
             kept[id] += int((values.abs() >= below[id][place]).sum())
             costs[id].append(of_entries.view(len(values), block.predicts, -1).sum(2))
@@ -108,7 +109,7 @@ def _candidates(
             instead[id] += float(((row_bytes(block, place) - of_entries / level**2) * left_out).sum())
         return values
 
-    _pass(model, blocks, rows, look)
+    pass_densely(model, blocks.values(), rows, look)
     for id, block in blocks.items():
         width = block.width_of("output")
         share = kept[id] / (rows.numel() * width)
@@ -135,39 +136,6 @@ def _costs(profile: ActivationProfile, id: BlockId, place: Place, values: Tensor
     return (values.float() * profile.at(id, place).sensitivity).square()
 
 
-def _pass(
-    model: SparseMixin,
-    blocks: dict[BlockId, HybridAttention],
-    rows: Tensor,
-    look: Callable[[BlockId, Place, Tensor], Tensor],
-) -> None:
-    for block in blocks.values():
-        block.probe = lambda place, values, id=block.id: look(id, place, values)
-    try:
-        with torch.no_grad(), skipping("never"):
-            for row in rows:
-                model.base_model(row[None], use_cache=False)
-    finally:
-        for block in blocks.values():
-            block.probe = None
-
-
-def _groups(
-    candidates: dict[BlockId, tuple[HybridAttention, float, float]], tokens: int
-) -> Iterator[dict[BlockId, HybridAttention]]:
-    group: dict[BlockId, HybridAttention] = {}
-    size = 0
-    for id, (block, _, _) in candidates.items():
-        bytes_of_block = 4 * tokens * (block.width_of("input") + block.predicts)
-        if group and size + bytes_of_block > COLLECTED_BYTES:
-            yield group
-            group, size = {}, 0
-        group[id] = block
-        size += bytes_of_block
-    if group:
-        yield group
-
-
 def _collect(
     model: SparseMixin, profile: ActivationProfile, blocks: dict[BlockId, HybridAttention], rows: Tensor
 ) -> dict[BlockId, tuple[Tensor, Tensor]]:
@@ -175,15 +143,15 @@ def _collect(
     inputs: dict[BlockId, list[Tensor]] = {id: [] for id in blocks}
     costs: dict[BlockId, list[Tensor]] = {id: [] for id in blocks}
 
-    def look(id: BlockId, place: Place, values: Tensor) -> Tensor:
+    def look(block: HybridBlock, place: Place, values: Tensor) -> Tensor:
         if place == "input":
-            inputs[id].append(values.clone())
+            inputs[block.id].append(values.clone())
         else:
-            of_heads = _costs(profile, id, place, values).view(len(values), blocks[id].predicts, -1)
-            costs[id].append(of_heads.sum(2))
+            of_heads = _costs(profile, block.id, place, values).view(len(values), block.predicts, -1)
+            costs[block.id].append(of_heads.sum(2))
         return values
 
-    _pass(model, blocks, rows, look)
+    pass_densely(model, blocks.values(), rows, look)
     return {id: (torch.cat(inputs[id]), torch.cat(costs[id])) for id in blocks}
 
 

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from hf_sparse.modeling import BlockId, HybridMLP, Place, Predictor, SkipRule, hybrid_blocks, skipping
+from hf_sparse.modeling import BlockId, HybridBlock, HybridMLP, Place, Predictor, SkipRule, hybrid_blocks, skipping
 
 from .activation_profile import column_norms
 from .evaluation import perplexity, vocabulary_size
 from .log import logger
 from .model import SparseMixin
 from .plan import PlannedPredictor
+from .probing import groups_that_fit, pass_densely
 
 WEIGHT_SHARE = 0.08  # of the bytes of all blocks, for all predictors; one may take twice its layer's share
 PREDICTOR_INCREASE = 0.001  # of perplexity that predictors may cost, whatever else is allowed
@@ -33,7 +34,6 @@ COMPARED_RECALL = 0.98  # at which widths are compared
 WEIGHT_DTYPES = ("nf4", "int8")
 GROUP = 32  # widths are multiples of it: rows are stored in groups of so many
 ACTIVE_PER_UNIT = 4
-COLLECTED_BYTES = 1_000_000_000  # held in memory at once; more layers than fit are collected in several passes
 EPOCHS, PATIENCE, BATCH, LEARNING_RATE = 6, 2, 128, 1e-2
 DIRECTION_TOKENS = 2048  # that principal directions are taken from
 SEARCH_STEPS = 6
@@ -79,7 +79,9 @@ def train_predictors(
     limit = min(limit, perplexity(model, held_out, "always") * (1 + PREDICTOR_INCREASE))
     budget = WEIGHT_SHARE * sum(block.bytes_per_neuron() * block.neurons for block in hybrid_blocks(model))
     choices: dict[BlockId, list[Choice]] = {}
-    for group in _groups(mlps, training.numel() + held_out.numel()):
+    tokens = training.numel() + held_out.numel()
+    collected = lambda block: tokens * (4 * block.width_of("input") + 3 * block.neurons)  # noqa: E731
+    for group in groups_that_fit(mlps, collected):
         fits, tests = _collect(model, group, training), _collect(model, group, held_out)
         for id, block in group.items():
             choices[id] = _choices(block, fits.pop(id), tests.pop(id), 2 * budget / len(mlps), seed)
@@ -98,44 +100,22 @@ def _use(mlps: dict[BlockId, HybridMLP], predictors: dict[BlockId, PlannedPredic
 # What a layer sees
 
 
-def _groups(mlps: dict[BlockId, HybridMLP], tokens: int) -> Iterator[dict[BlockId, HybridMLP]]:
-    group: dict[BlockId, HybridMLP] = {}
-    size = 0
-    for id, block in mlps.items():
-        bytes_of_block = tokens * (4 * block.projections[block.names.up].columns + 3 * block.neurons)
-        if group and size + bytes_of_block > COLLECTED_BYTES:
-            yield group
-            group, size = {}, 0
-        group[id] = block
-        size += bytes_of_block
-    if group:
-        yield group
-
-
 def _collect(model: SparseMixin, mlps: dict[BlockId, HybridMLP], rows: Tensor) -> dict[BlockId, Seen]:
     seen: dict[BlockId, dict[Place, list[Tensor]]] = {id: {"input": [], "gate": [], "hidden": []} for id in mlps}
     norms = {id: column_norms(block) for id, block in mlps.items()}
 
-    def look(id: BlockId, place: Place, values: Tensor) -> Tensor:
+    def look(block: HybridBlock, place: Place, values: Tensor) -> Tensor:
         if place == "input":
             kept = values.clone()
         elif place == "gate":
             kept = values != 0
         else:
-            sizes = (values.float() * norms[id]).abs()
+            sizes = (values.float() * norms[block.id]).abs()
             kept = (sizes / sizes.norm(dim=1, keepdim=True).clamp_min(1e-30)).bfloat16()
-        seen[id][place].append(kept)
+        seen[block.id][place].append(kept)
         return values
 
-    for id, block in mlps.items():
-        block.probe = lambda place, values, id=id: look(id, place, values)
-    try:
-        with torch.no_grad(), skipping("never"):
-            for row in rows:
-                model.base_model(row[None], use_cache=False)
-    finally:
-        for block in mlps.values():
-            block.probe = None
+    pass_densely(model, mlps.values(), rows, look)
     return {id: Seen(*map(torch.cat, parts.values())) for id, parts in seen.items()}
 
 

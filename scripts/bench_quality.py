@@ -242,6 +242,9 @@ def speed(bench: Bench) -> list[dict[str, Any]]:
         if count := sum(block.predictor is not None for block in hybrid_blocks(model)):
             share = fact["predictors_share_of_time"]
             print(f"{'':14}{count} predictors, which take {share:.1%} of the time of a token")
+        if name == EXACT:
+            fact["bound_by_bytes"] = facts[DENSE]["bytes_per_token"] / bytes_of_perfect_predictors(model)
+            print(f"{'':14}perfect predictors that cost nothing: {fact['bound_by_bytes']:.2f} by bytes")
         made.append(
             row(
                 f"quality speed tg{bench.arguments.new_tokens}",
@@ -261,6 +264,15 @@ def speed(bench: Bench) -> list[dict[str, Any]]:
             f"text (goal: at most {goal:.0%}: {'kept' if report['bytes_read_share'] <= goal else 'missed'})"
         )
     return made
+
+
+def bytes_of_perfect_predictors(model: Any) -> float:
+    """Per token, where of MLPs with exact zeros only the rows of active neurons were read."""
+    total = float(bytes_per_token(model))
+    for block in hybrid_blocks(model):
+        if block.rule.kind == "exact":
+            total += block.kept("gate") * block.weight_bytes - block.read_bytes()
+    return total
 
 
 def predictors_seconds(model: Any) -> float:

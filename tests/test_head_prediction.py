@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_sparse import SparseAutoModelForCausalLM, head_prediction
+from hf_sparse import SparseAutoModelForCausalLM, head_prediction, probing
 from hf_sparse.activation_profile import ActivationProfile
 from hf_sparse.evaluation import perplexity
 from hf_sparse.head_prediction import Foretold, _fit, foretell_heads
@@ -123,7 +123,7 @@ def test_calibration_leaves_out_idle_heads(idle: Path, monkeypatch: pytest.Monke
 
 def test_layers_are_collected_in_groups_that_fit(idle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = load(idle, max_perplexity_increase=0.05).plan.predictors
-    monkeypatch.setattr(head_prediction, "COLLECTED_BYTES", 1)
+    monkeypatch.setattr(probing, "COLLECTED_BYTES", 1)
     one_by_one = load(idle, max_perplexity_increase=0.05, calibration_seed=2).plan.predictors
     assert whole.keys() == one_by_one.keys() and len(whole) == 2
     for id, planned in whole.items():
