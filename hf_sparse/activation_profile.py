@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,32 +63,20 @@ class ActivationProfile:
         self.samples: dict[tuple[BlockId, Place], Tensor] = {}
         self.tokens = torch.zeros(len(KINDS), dtype=torch.float64, device="cpu")
 
-    def measure(
-        self,
-        rows: Tensor,
-        generated: Tensor,
-        aside: Path | None = None,
-        progress: Callable[[int], None] | None = None,
-        of: str = "",
-    ) -> None:
+    def measure(self, rows: Tensor, generated: Tensor, aside: Path | None = None, of: str = "") -> None:
         """Adds what `rows`, int64 [rows, tokens], show. `generated`: bool, the same shape: tokens that a model wrote.
         `aside`: a file that is written now and then, so that the same call goes on from there after a kill, and that is
-        there no more at the end; `of` says whose activations are in it. `progress` is told the number of tokens
-        measured.
+        there no more at the end; `of` says whose activations are in it.
 
         Raises ValueError where the model computes NaN or infinity.
         """
         key = _key(rows, generated, of)
         if aside is not None:
             self._resume(aside, key)
-            if progress is not None:
-                progress(self.rows * rows.shape[1])
         saved = time.monotonic()
         for start in range(self.rows, len(rows)):
             self._measure_row(rows[start : start + 1], generated[start])
             self.rows = start + 1
-            if progress is not None:
-                progress(rows.shape[1])
             if aside is not None and time.monotonic() - saved > SAVE_SECONDS:
                 self._save(aside, key)
                 saved = time.monotonic()

@@ -62,7 +62,7 @@ def calibrate(
         progress.set_description("Calibrating (profile)")
         profile = ActivationProfile(model)
         aside = None if directory is None else directory / PROFILE_ASIDE
-        profile.measure(training, generated[0::2], aside, of=key.checkpoint)
+        profile.measure(training, generated[0::2], aside, key.checkpoint)
         dense = perplexity(model, held_out, "never")
         _check_dense(dense, vocabulary_size(model))
         progress.set_description("Calibrating (rules)")
