@@ -55,6 +55,7 @@ from _quality import (
 )
 from _quality import teal_greedy as greedy_rule
 from _quality_search import Search, greedy_path, search
+from _quality_speed import bytes_of_perfect_predictors, predictors_seconds
 from _relufy import generated, rows_of, save_aside
 from bench_decode import generate, working_directory
 from safetensors.torch import load_file
@@ -63,7 +64,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from hf_sparse import SparseAutoModelForCausalLM
 from hf_sparse.evaluation import bytes_per_token, perplexity
-from hf_sparse.modeling import Predictor, SkipRule, hybrid_blocks
+from hf_sparse.modeling import SkipRule, hybrid_blocks
 from hf_sparse.weights import skeleton
 
 PARTS = ("speed", "rules", "oracle")
@@ -264,34 +265,6 @@ def speed(bench: Bench) -> list[dict[str, Any]]:
             f"text (goal: at most {goal:.0%}: {'kept' if report['bytes_read_share'] <= goal else 'missed'})"
         )
     return made
-
-
-def bytes_of_perfect_predictors(model: Any) -> float:
-    """Per token, where of MLPs with exact zeros only the rows of active neurons were read."""
-    total = float(bytes_per_token(model))
-    for block in hybrid_blocks(model):
-        if block.rule.kind == "exact":
-            total += block.kept("gate") * block.weight_bytes - block.read_bytes()
-    return total
-
-
-def predictors_seconds(model: Any) -> float:
-    """For one token, a call of its own each, less what such a call takes that finds nothing."""
-    predictors = [block.predictor for block in hybrid_blocks(model) if block.predictor is not None]
-    if not predictors:
-        return 0.0
-    width = predictors[0].fc1.cols
-    nothing = Predictor(torch.zeros(32, width), torch.zeros(32, 32), torch.zeros(32))
-    x, turns = torch.randn(1, width), []
-    for _ in range(21):
-        times = []
-        for of_turn in (predictors, [nothing] * len(predictors)):
-            began = time.perf_counter()
-            for predictor in of_turn:
-                predictor.active_index(x, "int8")
-            times.append(time.perf_counter() - began)
-        turns.append(times[0] - times[1])
-    return max(0.0, statistics.median(turns))
 
 
 def take_turns(models: dict[str, Any], bench: Bench) -> dict[str, list[float]]:
