@@ -71,9 +71,9 @@ def calibrate(
         limit = dense * (1 + options.max_perplexity_increase)
         search = Search(model, profile, rules, held_out)
         if (wanted := options.target_sparsity) is not None:
-            rules, predictors = search.run(lambda perplexity, unread: unread <= wanted, training)
+            rules, predictors = search.run(lambda perplexity, unread: unread <= wanted, training, False)
         elif options.max_perplexity_increase > 0:
-            rules, predictors = search.run(lambda perplexity, unread: perplexity <= limit, training)
+            rules, predictors = search.run(lambda perplexity, unread: perplexity <= limit, training, True)
             if exact := {id: mlps[id] for id in rules if rules[id].kind == "exact"}:
                 progress.set_description("Calibrating (predictors)")
                 _set_rules(model, rules, predictors)
@@ -303,16 +303,27 @@ class Search:
         self.heads: dict[BlockId, Foretold] = {}
 
     def run(
-        self, fits: Callable[[float, float], bool], training: Tensor
+        self, fits: Callable[[float, float], bool], training: Tensor, saves: bool
     ) -> tuple[dict[BlockId, SkipRule], dict[BlockId, PlannedPredictor]]:
-        """What `find` gives; with heads left out too, where that pays at the level found without."""
+        """What `find` gives; with heads left out too, where that pays at the level found without, and then turns out to
+        be better: leaves more bytes unread (`saves`), or as many at a lower perplexity.
+        """
         level = self.find(fits)
-        if level > 0:
-            _set_rules(self.model, {}, {})
-            self.heads = foretell_heads(self.model, self.profile, training, self.held_out, level)
-            if self.predictors(level):
-                self.tried = {}
-                level = self.find(fits, level)
+        if level == 0:
+            return self.rules(level), {}
+        perplexity, unread = self.cost(level)
+        _set_rules(self.model, {}, {})
+        foretold = foretell_heads(self.model, self.profile, training, self.held_out, level)
+        exact = {id.layer for id in self.exact}
+        self.heads = {id: found for id, found in foretold.items() if id.layer not in exact}
+        if self.predictors(level):
+            self.tried = {}
+            level_with_heads = self.find(fits, level)
+            found, unread_too = self.cost(level_with_heads)
+            if unread_too > unread if saves else found < perplexity and unread_too > unread - TARGET_TOLERANCE / 4:
+                level = level_with_heads
+            else:
+                self.heads = {}
         return self.rules(level), self.predictors(level)
 
     def predictors(self, level: float) -> dict[BlockId, PlannedPredictor]:

@@ -46,6 +46,7 @@ class Foretold:
         """The predictor, deciding for a level of `activation_profile.thresholds`; None where it does not pay."""
         scores, order = self.scores.sort(dim=0)
         gains = (self.spared - self.costs.gather(0, order) / level**2).cumsum(0)
+        gains[:-1][scores[:-1] == scores[1:]] = -math.inf  # no cut parts equal scores
         best, count = torch.cat((torch.zeros_like(gains[:1]), gains)).max(dim=0)
         if float(best.sum()) / len(scores) - self.nbytes <= self.instead:
             return None
@@ -166,7 +167,7 @@ def _fit(x: Tensor, costs: Tensor) -> dict[str, Tensor]:
     x_mean, y_mean = (weight * x).mean(0), (weight * y).mean(0)
     root = weight.sqrt()
     x, y = root * (x - x_mean), root * (y - y_mean)
-    ridge = RIDGE * float(x.square().sum()) / min(x.shape)
+    ridge = max(RIDGE * float(x.square().sum()) / min(x.shape), 1e-12)
     if len(x) < x.shape[1]:
         w = x.T @ torch.linalg.solve(x @ x.T + ridge * torch.eye(len(x)), y)
     else:

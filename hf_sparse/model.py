@@ -80,11 +80,11 @@ class SparseMixin(PreTrainedModel, GenerationMixin):
         """Gives every block its rule and its predictor, which lies on `device`. `plan` must have passed
         `check_model`.
         """
+        predictors = {id: planned.build(device) for id, planned in plan.predictors.items()}
         for block in hybrid_blocks(self):
             block.rule = plan.rules.get(block.id, SkipRule())
             block.reset_counters()
-            planned = plan.predictors.get(block.id)
-            block.predictor = None if planned is None else planned.build(device)
+            block.predictor = predictors.get(block.id)
         self.plan = plan
         self._engine_tried = False
 

@@ -29,7 +29,8 @@ PLAN_JSON, PLAN_TENSORS = "plan.json", "plan.safetensors"
 FORMAT, FORMAT_VERSION = "hf_sparse.plan", 2
 _LARGEST_JSON = 2**26
 _PREDICTOR_TENSORS = ("fc1", "fc2", "bias")
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+LARGEST_WEIGHT = 1e30  # of a predictor: larger ones have no place in every format of weights
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class PlanError(ValueError):
@@ -380,7 +381,9 @@ def _check_predictor(predictor: object, neurons: int | None, where: object, fiel
         neurons = max(1, bias.numel()) if isinstance(bias, Tensor) else 1
     shapes = {"fc1": [max(1, rank), max(1, width)], "fc2": [neurons, max(1, rank)], "bias": [neurons]}
     for name, shape in shapes.items():
-        check_tensor(predictor.tensors[name], _FLOATS, shape, where, f"{field}.{name}")
+        check_tensor(predictor.tensors[name], FLOATS, shape, where, f"{field}.{name}")
+        if (largest := float(predictor.tensors[name].abs().max())) > LARGEST_WEIGHT:
+            raise PlanError(where, f"{field}.{name}", largest, f"weights within +-{LARGEST_WEIGHT:g}")
     if predictor.weight_dtype not in WEIGHT_DTYPES:
         raise PlanError(where, f"{field}.weight_dtype", predictor.weight_dtype, f"one of {', '.join(WEIGHT_DTYPES)}")
     if type(predictor.nbytes) is not int or predictor.nbytes <= 0:

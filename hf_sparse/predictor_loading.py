@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
-import pickle
 import re
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from hf_sparse.modeling import BlockId, HybridMLP, SkipRule, family_of, has_exact_zeros, hybrid_blocks
+from hf_sparse.quantization import WEIGHT_DTYPES
 
 from .log import logger, warn_once
 from .model import SparseMixin
-from .plan import PlannedPredictor
+from .plan import FLOATS, LARGEST_WEIGHT, PlannedPredictor
 
 _FILE = re.compile(r"model_(\d+)\.(safetensors|pt)")
 
@@ -51,6 +49,8 @@ def load_predictors(
     """
     if reads not in ("residual", "block"):
         raise ValueError(f"reads: got {reads!r}, allowed are 'residual', 'block'")
+    if weight_dtype not in list(WEIGHT_DTYPES):
+        raise ValueError(f"weight_dtype: got {weight_dtype!r}, allowed are {', '.join(WEIGHT_DTYPES)}")
     folder = Path(path)
     mlps = {block.id: block for block in hybrid_blocks(model) if isinstance(block, HybridMLP)}
     files = _files(folder, [id.layer for id in mlps])
@@ -73,8 +73,9 @@ def load_predictors(
         tensors["bias"] = torch.full((block.neurons,), -threshold)
         made = PlannedPredictor(tensors, weight_dtype, 0)
         planned[id] = dataclasses.replace(made, nbytes=made.build(torch.device("cpu")).nbytes)
-    rules = {**model.plan.rules, **dict.fromkeys(planned, SkipRule("predicted"))}
-    model.use_plan(dataclasses.replace(model.plan, rules=rules, predictors=planned), model.device)
+    rules = model.plan.rules | dict.fromkeys(planned, SkipRule("predicted"))
+    plan = dataclasses.replace(model.plan, rules=rules, predictors=model.plan.predictors | planned)
+    model.use_plan(plan, model.device)
     logger.info("Using the predictors in %s", folder)
 
 
@@ -82,7 +83,12 @@ def _files(folder: Path, layers: list[int]) -> dict[int, Path]:
     found: dict[int, Path] = {}
     for file in sorted(folder.iterdir()):  # .pt before .safetensors, which takes its place
         if match := _FILE.fullmatch(file.name):
-            found[int(match[1])] = file
+            layer = int(match[1])
+            if layer in found and found[layer].stem != file.stem:
+                raise ValueError(
+                    f"{folder}: got {found[layer].name} and {file.name}, expected one file for layer {layer}"
+                )
+            found[layer] = file
     if missing := sorted(set(layers) - set(found)):
         raise ValueError(
             f"{folder}: got no model_{missing[0]}.safetensors or .pt, expected one for each of {len(layers)} layers"
@@ -98,12 +104,12 @@ def _threshold(folder: Path) -> float:
         return 0.0
     try:
         value = json.loads(file.read_text(encoding="utf-8")).get("sparse_threshold")
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"{file}: expected a JSON object: {error}") from error
     if value is None:
         return 0.0
-    if type(value) not in (int, float) or not math.isfinite(value):
-        raise ValueError(f"{file}: sparse_threshold: got {value!r}, expected a finite number")
+    if type(value) not in (int, float) or not abs(value) <= LARGEST_WEIGHT:
+        raise ValueError(f"{file}: sparse_threshold: got {value!r:.100}, expected a number within +-{LARGEST_WEIGHT:g}")
     return float(value)
 
 
@@ -112,7 +118,9 @@ def _read(file: Path, block: HybridMLP, hidden_size: int) -> dict[str, Tensor]:
         held = (
             load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True, mmap=False)
         )
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # torch.load raises whatever the bytes lead it to
         raise ValueError(f"{file}: cannot be read as tensors alone: {error}") from error
     names = {"fc1.weight", "fc2.weight"}
     if not isinstance(held, dict) or set(held) != names:
@@ -124,10 +132,14 @@ def _read(file: Path, block: HybridMLP, hidden_size: int) -> dict[str, Tensor]:
         ("fc1.weight", fc1, [width or "r", hidden_size]),
         ("fc2.weight", fc2, [block.neurons, width or "r"]),
     ):
-        fits = isinstance(tensor, Tensor) and tensor.is_floating_point() and list(tensor.shape) == shape
-        if not fits or not bool(tensor.isfinite().all()):
-            got = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else repr(tensor)
-            expected = f"finite floating {shape}".replace("'", "")
+        fits = type(tensor) is Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
+        fits = fits and tensor.dtype in FLOATS and list(tensor.shape) == shape
+        if not fits or not bool((tensor.abs() <= LARGEST_WEIGHT).all()):
+            got = f"{tensor!r:.100}"
+            if isinstance(tensor, Tensor):
+                kind = "" if tensor.layout == torch.strided and tensor.device.type == "cpu" else "sparse or absent "
+                got = f"{kind}{tensor.dtype} {list(tensor.shape)}"
+            expected = f"float32, bfloat16 or float16 {shape} within +-{LARGEST_WEIGHT:g}".replace("'", "")
             raise ValueError(f"{file}: {name}: got {got}, expected {expected}")
     return {"fc1": fc1, "fc2": fc2}
 

@@ -25,7 +25,7 @@ def read_texts(source: str | os.PathLike[str] | Sequence[str], *, name: str, tok
         texts = list(source)
         for position, text in enumerate(texts):
             if not isinstance(text, str) or not text.strip():
-                raise ValueError(f"{name}[{position}]: got {text!r}, allowed are texts that are not blank")
+                raise ValueError(f"{name}[{position}]: got {text!r:.100}, allowed are texts that are not blank")
         return texts
     path = Path(source)
     if path.suffix not in (".txt", ".jsonl"):

@@ -129,18 +129,17 @@ class HybridAttention(HybridBlock):
         return self.places if self.skips_inputs_of and kind != "predicted" else ("output",)
 
     def read_share_of(self, name: str, matrix: NeuronMatrix | InputMatrix) -> float:
-        if name == "q_proj" and self.head_predictor is not None:
+        if name == "q_proj" and self.predictor_in_use is not None:
             return self.kept("heads")
         return super().read_share_of(name, matrix)
 
     @property
-    def head_predictor(self) -> Predictor | None:
-        """The predictor, where the rule has it decide."""
-        return self.predictor if self.rule.kind == "predicted" else None
+    def predictor_in_use(self) -> Predictor | None:
+        return self._predictor if self._rule.kind == "predicted" else None
 
     def _heads(self, hidden_states: Tensor) -> Tensor | None:
         """bool [tokens, query heads]: those that count for the tokens of `hidden_states`; None: all."""
-        predictor = self.head_predictor
+        predictor = self.predictor_in_use
         if predictor is None or self.rule_now() is None:
             return None
         x = hidden_states.reshape(-1, hidden_states.shape[-1])

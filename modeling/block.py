@@ -157,7 +157,7 @@ class HybridBlock(nn.Module):
 
     @property
     def predictor(self) -> Predictor | None:
-        """Runs where the rule is "predicted" and applies."""
+        """Is not to be changed in place, nor is the rule: native code has copies. Give the block another."""
         return self._predictor
 
     @predictor.setter
@@ -168,6 +168,11 @@ class HybridBlock(nn.Module):
             if got != expected:
                 raise ValueError(f"{self.id} predictor: expected [inputs, scores] of {expected}, got {got}")
         self._predictor = predictor
+
+    @property
+    def predictor_in_use(self) -> Predictor | None:
+        """The one that decides wherever the rule applies."""
+        return None if self._rule.kind == "none" else self._predictor
 
     def takes(self, kind: RuleKind) -> tuple[Place, ...]:
         """Where a rule of this kind may have thresholds."""
@@ -236,7 +241,7 @@ class HybridBlock(nn.Module):
             for shard in self.shards
             for name, matrix in shard.matrices.items()
         )
-        return weights + (0 if self.predictor is None else self.predictor.nbytes)
+        return weights + (0 if self.predictor_in_use is None else self.predictor_in_use.nbytes)
 
     def read_share_of(self, name: str, matrix: NeuronMatrix | InputMatrix) -> float:
         if isinstance(matrix, InputMatrix):

@@ -170,8 +170,8 @@ class Engine:
         if block.rule.kind != "none":
             inputs = self._weights.thresholds(block, "input", config.hidden_size)
             made.set_thresholds(inputs, self._weights.thresholds(block, "output", widths[0]))
-        if block.head_predictor is not None:
-            made.predictor = self._weights.predictor(block.head_predictor)
+        if block.predictor_in_use is not None:
+            made.predictor = self._weights.predictor(block.predictor_in_use)
         if names.head_norms is not None:
             q_norm, k_norm = (self._norm(module, name, names.one_plus) for name in ("q_norm", "k_norm"))
             made.set_norms(q_norm, k_norm, names.head_norms == "all", _epsilon(module.get_submodule("q_norm")))

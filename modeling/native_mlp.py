@@ -71,6 +71,8 @@ class NativeWeights:
         found = block.rule.below.get(place)
         if found is None:
             return 0
+        if len(found) not in (1, whole := block.width_of(place)):
+            raise ValueError(f"{block.id} rule: below[{place!r}]: expected 1 or {whole}, got {len(found)}")
         return self.address(found.expand(width) if len(found) == 1 else found if index is None else found[index])
 
     def mlp(self, block: HybridMLP, shard: Shard, output_bias: Tensor | None) -> Any:

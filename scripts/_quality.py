@@ -308,7 +308,7 @@ def _train_predictor(x: Tensor, sizes: Tensor) -> nn.Module:
         network = nn.Sequential(
             nn.Linear(width, rank, bias=False), nn.ReLU(), nn.Linear(rank, neurons, bias=False), nn.Sigmoid()
         )
-        least = sizes.kthvalue(int((1 - TOP) * neurons), dim=1, keepdim=True).values
+        least = sizes.kthvalue(max(1, int((1 - TOP) * neurons)), dim=1, keepdim=True).values
         labels = (sizes > least).float()
         optimizer = torch.optim.AdamW(network.parameters(), lr=3e-3, weight_decay=1e-2)
         scale = x.square().mean(1, keepdim=True).sqrt().clamp_min(1e-6).median()

@@ -214,6 +214,7 @@ def speed(bench: Bench) -> list[dict[str, Any]]:
             for block in hybrid_blocks(model):
                 block.rule = SkipRule()
         elif name == EXACT and not any(block.rule.kind == "exact" for block in hybrid_blocks(model)):
+            print(f"{name}: the model has no exact zeros; as dense", flush=True)
             continue
         models[name] = model
         facts[name] = {**asked, "calibration": model.plan.calibration_report}

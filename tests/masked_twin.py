@@ -119,7 +119,7 @@ class MaskedTwin:
             activation.register_forward_hook(lambda _, args, out: self._masked(block, "gate", out))
             self._hook(prefix + writes, block, "hidden")
         else:
-            if isinstance(block, HybridAttention) and block.head_predictor is not None:
+            if isinstance(block, HybridAttention) and block.predictor_in_use is not None:
                 q = self.model.get_submodule(prefix + "q_proj")
                 q.register_forward_pre_hook(lambda _, args: self._predict(block, args[0]))
             if block.skips_inputs_of is not None:
@@ -151,7 +151,7 @@ class MaskedTwin:
 
     def _masked(self, block: HybridBlock, place: str, values: Tensor) -> Tensor:
         below = block.rule.below.get(place)
-        heads = isinstance(block, HybridAttention) and block.head_predictor is not None and place == "output"
+        heads = isinstance(block, HybridAttention) and block.predictor_in_use is not None and place == "output"
         if below is None and place in ("input", "output") and not heads:
             return values
         kept = values != 0 if below is None else values.abs() >= below

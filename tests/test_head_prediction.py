@@ -11,11 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_sparse import SparseAutoModelForCausalLM, head_prediction, probing
+from hf_sparse import SparseAutoModelForCausalLM, calibration, head_prediction, probing
 from hf_sparse.activation_profile import ActivationProfile
+from hf_sparse.calibration import Search
 from hf_sparse.evaluation import perplexity
 from hf_sparse.head_prediction import Foretold, _fit, foretell_heads
-from hf_sparse.modeling import HybridAttention, Predictor, hybrid_blocks
+from hf_sparse.modeling import BlockId, HybridAttention, Predictor, SkipRule, hybrid_blocks
 from tiny_models import learn, save_checkpoint, save_tokenizer
 
 TEXT = topics["assignment"] + topics["for"]
@@ -64,6 +65,27 @@ def test_what_is_left_out_spares_the_most_for_what_it_costs(generator: torch.Gen
     counting = found.costs > level**2 * 100
     assert planned.recall == pytest.approx(float((computed & counting).sum() / counting.sum()))
     assert planned.precision == pytest.approx(float((computed & counting).sum() / computed.sum()))
+
+
+def test_equal_scores_are_not_parted(generator: torch.Generator) -> None:
+    whole, level = foretold(generator), 0.06
+    found = dataclasses.replace(whole, scores=whole.scores.mul(2).round())
+    planned = found.at(level)
+    assert planned is not None
+    cuts = found.tensors["bias"] - planned.tensors["bias"]
+    net = ((found.scores <= cuts) * (found.spared - found.costs / level**2)).sum(0)
+    each = found.scores.unique()
+    for head in range(5):
+        of_cuts = [float(((found.scores <= cut) * (100 - found.costs / level**2))[:, head].sum()) for cut in each]
+        assert float(net[head]) == pytest.approx(max(0.0, *of_cuts), rel=1e-3, abs=1e-2)
+    blind = foretold(generator, scores=torch.zeros(200, 5), costs=torch.linspace(0, 0.8, 200)[:, None].expand(200, 5))
+    assert blind.at(level) is None  # all or none: all cost more than they spare
+
+
+@pytest.mark.parametrize("x", [torch.zeros(20, 64), torch.ones(20, 64), torch.zeros(1, 64)])
+def test_inputs_that_tell_nothing_are_fitted_all_the_same(x: torch.Tensor) -> None:
+    costs = torch.full((len(x), 3), 0.25)
+    assert torch.allclose(Predictor(**_fit(x, costs)).scores(x), costs.log(), atol=1e-3)
 
 
 def test_a_predictor_that_does_not_pay_is_none(generator: torch.Generator) -> None:
@@ -119,6 +141,46 @@ def test_calibration_leaves_out_idle_heads(idle: Path, monkeypatch: pytest.Monke
     without = load(idle, max_perplexity_increase=0.05, calibration_seed=1)
     assert not without.plan.predictors
     assert report["bytes_read_share"] < without.plan.calibration_report["bytes_read_share"]
+
+
+def test_heads_that_turn_out_to_cost_more_are_computed_again(idle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = torch.tensor(AutoTokenizer.from_pretrained(idle)(TEXT).input_ids)[:320].view(4, 80)
+    model = load(idle, max_perplexity_increase=0)
+    profile = ActivationProfile(model)
+    profile.measure(rows, torch.zeros_like(rows, dtype=torch.bool))
+
+    def too_good(*_: Any) -> dict[Any, Foretold]:
+        tensors = {"fc1": torch.zeros(32, 256), "fc2": torch.zeros(8, 32), "bias": torch.zeros(8)}
+        nothing = torch.zeros(320, 8)
+        return {
+            b.id: Foretold(tensors, 9000, nothing, nothing, 1e5, 0.0)
+            for b in hybrid_blocks(model)
+            if b.id.kind == "attention"
+        }
+
+    def found(saves: bool) -> tuple[Search, dict[Any, Any], dict[Any, Any]]:
+        search = Search(model, profile, {}, rows)
+        dense = perplexity(model, rows, "never")
+        if saves:
+            return search, *search.run(lambda p, unread: p <= 1.02 * dense, rows, True)
+        return search, *search.run(lambda p, unread: unread <= 0.3, rows, False)
+
+    for saves in (True, False):
+        monkeypatch.setattr(calibration, "foretell_heads", lambda *_: {})
+        _, rules, _ = found(saves)
+        monkeypatch.setattr(calibration, "foretell_heads", too_good)
+        search, again, predictors = found(saves)
+        assert not predictors and again == rules and not search.heads
+
+
+def test_layers_with_exact_zeros_keep_their_heads(idle: Path) -> None:
+    model = load(idle, max_perplexity_increase=0)
+    rows = torch.tensor(AutoTokenizer.from_pretrained(idle)(TEXT).input_ids)[:320].view(4, 80)
+    profile = ActivationProfile(model)
+    profile.measure(rows, torch.zeros_like(rows, dtype=torch.bool))
+    search = Search(model, profile, {BlockId(0, "mlp"): SkipRule("exact")}, rows)
+    rules, predictors = search.run(lambda perplexity, unread: unread <= 0.4, rows, True)
+    assert set(predictors) <= {BlockId(1, "attention")} and BlockId(0, "attention") not in rules
 
 
 def test_layers_are_collected_in_groups_that_fit(idle: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -320,6 +320,7 @@ def _with(tensor: torch.Tensor, value: float) -> torch.Tensor:
         ("10.mlp.predictor.fc1", "blocks[10.mlp].predictor.fc1", lambda t: t.flatten()),
         ("10.mlp.predictor.fc1", "blocks[10.mlp].predictor.fc1", lambda t: t.to(torch.int8)),
         ("10.mlp.predictor.fc1", "blocks[10.mlp].predictor.width", lambda t: t[:0]),
+        ("10.mlp.predictor.fc1", "blocks[10.mlp].predictor.fc1", lambda t: _with(t, 3e38)),
         ("10.mlp.predictor.fc2", "blocks[10.mlp].predictor.fc2", lambda t: t.T),
         ("10.mlp.predictor.fc2", "blocks[10.mlp].predictor.fc2", lambda t: t[:, :4]),
         ("10.mlp.predictor.bias", "blocks[10.mlp].predictor.bias", lambda t: t[:12]),

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,8 @@ from safetensors.torch import save_file
 
 from hf_sparse import PlacementPlan, SparseAutoModelForCausalLM, load_predictors, predictor_training
 from hf_sparse.evaluation import perplexity
-from hf_sparse.modeling import HybridMLP, SkipRule, hybrid_blocks, skipping
-from hf_sparse.plan import PlanError
+from hf_sparse.modeling import BlockId, HybridMLP, SkipRule, hybrid_blocks, skipping
+from hf_sparse.plan import PlanError, PlannedPredictor
 from hf_sparse.predictor_training import train_predictors
 from tiny_models import prompt_ids, save_checkpoint
 
@@ -330,7 +331,7 @@ def test_the_threshold_of_their_config_counts(relu_checkpoint, tmp_path, caplog)
     assert all(not block.predictor.bias.any() for block in mlps(model).values())
     assert "sparse_threshold -0.5 is taken for 0" in caplog.text
     (tmp_path / "config.json").write_text('{"sparse_threshold": "low"}')
-    with pytest.raises(ValueError, match=r"config.json: sparse_threshold: got 'low', expected a finite number"):
+    with pytest.raises(ValueError, match=r"config.json: sparse_threshold: got 'low', expected a number within"):
         load_predictors(tmp_path, model)
 
 
@@ -363,7 +364,10 @@ def test_nothing_but_tensors_is_unpickled(relu_checkpoint, tmp_path):
         ({"fc2.weight": torch.zeros(87, RANK)}, r"fc2.weight: got torch.float32 \[87, 20\], expected .* \[88, 20\]"),
         ({"fc2.weight": torch.zeros(GATES, 21)}, r"fc2.weight: got torch.float32 \[88, 21\], expected .* \[88, 20\]"),
         ({"fc2.weight": torch.zeros(GATES, RANK, dtype=torch.int8)}, r"fc2.weight: got torch.int8"),
-        ({"fc1.weight": torch.full((RANK, HIDDEN), math.nan)}, r"fc1.weight: got .* expected finite"),
+        ({"fc1.weight": torch.full((RANK, HIDDEN), math.nan)}, r"fc1.weight: got .* within \+-1e\+30"),
+        ({"fc1.weight": torch.full((RANK, HIDDEN), 3e38)}, r"fc1.weight: got .* within \+-1e\+30"),
+        ({"fc1.weight": torch.zeros(RANK, HIDDEN, dtype=torch.float64)}, r"fc1.weight: got torch.float64"),
+        ({"fc1.weight": torch.zeros(RANK, HIDDEN).to(torch.float8_e4m3fn)}, r"fc1.weight: got torch.float8"),
         ({"fc1.bias": torch.zeros(RANK)}, r"got \['fc1.bias', .*expected the tensors fc1.weight, fc2.weight"),
     ],
 )
@@ -374,6 +378,57 @@ def test_a_predictor_that_does_not_fit_is_named(relu_checkpoint, tmp_path, chang
     with pytest.raises(ValueError, match=rf"model_1.safetensors: {message}"):
         load_predictors(tmp_path, model)
     assert all(block.rule == SkipRule("exact") and block.predictor is None for block in mlps(model).values())
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("model_1.pt", b"hello world, this is no archive", "model_1.pt: cannot be read as tensors alone"),
+        (
+            "model_1.pt",
+            {"fc1.weight": torch.zeros(RANK, HIDDEN).to_sparse()},
+            "fc1.weight: got sparse or absent torch.float32",
+        ),
+        ("model_01.pt", {}, "got model_01.pt and model_1.pt, expected one file for layer 1"),
+        ("config.json", b'{"sparse_threshold": ' + b"9" * 400 + b"}", "config.json: sparse_threshold: got 9999"),
+        ("config.json", b'{"sparse_threshold": 1e39}', "config.json: sparse_threshold: got 1e+39"),
+        ("config.json", b"[" * 100_000, "config.json: expected a JSON object"),
+    ],
+)
+def test_files_that_hold_something_else_are_named(relu_checkpoint, tmp_path, file, content, message):
+    save_predictors(tmp_path, form="pt")
+    if isinstance(content, bytes):
+        (tmp_path / file).write_bytes(content)
+    else:
+        torch.save({"fc2.weight": torch.zeros(GATES, RANK)} | content, tmp_path / file)
+    model = load(relu_checkpoint)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load_predictors(tmp_path, model)
+    assert all(block.rule == SkipRule("exact") and block.predictor is None for block in mlps(model).values())
+
+
+@pytest.mark.parametrize("weight_dtype", [None, ["int8"], "int3"])
+def test_a_storage_that_there_is_not_is_refused(relu_checkpoint, tmp_path, weight_dtype):
+    save_predictors(tmp_path)
+    with pytest.raises(ValueError, match=r"weight_dtype: got .*, allowed are"):
+        load_predictors(tmp_path, load(relu_checkpoint), weight_dtype=weight_dtype)
+
+
+def test_predictors_of_heads_stay(relu_checkpoint, tmp_path):
+    model = load(relu_checkpoint)
+    attention = BlockId(1, "attention")
+    tensors = {"fc1": torch.randn(5, HIDDEN), "fc2": torch.randn(6, 5), "bias": torch.zeros(6)}
+    plan = dataclasses.replace(
+        model.plan,
+        rules=model.plan.rules | {attention: SkipRule("predicted")},
+        predictors={attention: PlannedPredictor(tensors, "int8", nbytes=99)},
+    )
+    model.use_plan(plan, model.device)
+    save_predictors(tmp_path)
+    load_predictors(tmp_path, model)
+    assert len(model.plan.predictors) == 4
+    assert next(block for block in hybrid_blocks(model) if block.id == attention).predictor is not None
+    model.save_pretrained(tmp_path / "saved")
 
 
 def test_files_that_are_missing_or_too_many_are_named(relu_checkpoint, tmp_path):

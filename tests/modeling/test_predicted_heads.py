@@ -140,6 +140,10 @@ def test_all_heads_are_the_dense_model_and_none_is_no_attention(saved: Save) -> 
     assert_near(always(model, ids), twin(ids))
     with torch.no_grad():
         assert torch.equal(model(ids).logits, dense)  # a prompt
+    for block in attentions(model):  # one that no rule asks is not read
+        block.rule = SkipRule("magnitude")
+    assert_near(always(model, ids), dense)
+    assert model.read_share() is None or model.read_share() == 1
 
 
 @pytest.mark.parametrize("tiers", [1, 2])
@@ -161,7 +165,7 @@ def test_a_plan_keeps_predictors_of_heads(saved: Save, tmp_path: Path) -> None:
     rules = {b.id: SkipRule("predicted", {"output": torch.full((48,), 1e-3)}) for b in blocks}
     plan = dataclasses.replace(model.plan, rules=model.plan.rules | rules, predictors=planned)
     model.use_plan(plan, torch.device("cpu"))
-    assert all(block.head_predictor is not None for block in blocks)
+    assert all(block.predictor_in_use is not None for block in blocks)
     model.save_pretrained(tmp_path)
     again = SparseAutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(decoded(again, ids), decoded(model, ids))
