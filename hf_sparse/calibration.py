@@ -77,7 +77,10 @@ def calibrate(
             if exact := {id: mlps[id] for id in rules if rules[id].kind == "exact"}:
                 progress.set_description("Calibrating (predictors)")
                 _set_rules(model, rules, predictors)
-                trained, predicted = train_predictors(model, exact, training, held_out, limit, options.calibration_seed)
+                tell = lambda text: progress.set_description(f"Calibrating ({text})")  # noqa: E731
+                trained, predicted = train_predictors(
+                    model, exact, training, held_out, limit, options.calibration_seed, tell
+                )
                 rules |= predicted
                 predictors |= trained
         rules |= {id: SkipRule() for id in mlps if id not in rules}
@@ -226,6 +229,7 @@ def _kept_aside(directory: Path | None, of: dict[str, Any], make: Callable[[], A
         try:
             with safe_open(file, "pt") as kept:
                 if (kept.metadata() or {}).get("settings") == settings:
+                    logger.info("Calibration goes on with the text in %s", file)
                     return kept.get_tensor("stream"), kept.get_tensor("generated")
         except (OSError, SafetensorError) as error:
             logger.warning("The text of an earlier calibration in %s cannot be read: %s", file, error)

@@ -89,6 +89,17 @@ TargetSparsity = Annotated[
         rich_help_panel=LOADING,
     ),
 ]
+CalibrationTexts = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="Text to calibrate on: .txt, .jsonl or a dataset's name. Default: what the model writes itself.",
+        rich_help_panel=LOADING,
+    ),
+]
+CalibrationTokens = Annotated[
+    int, typer.Option(metavar="COUNT", help="Tokens to calibrate on.", rich_help_panel=LOADING)
+]
 MaxPerplexityIncrease = Annotated[
     float,
     typer.Option(
@@ -169,6 +180,8 @@ def run(
     head_dtype: HeadDtype = None,
     max_perplexity_increase: MaxPerplexityIncrease = 0.01,
     target_sparsity: TargetSparsity = None,
+    calibration_texts: CalibrationTexts = None,
+    calibration_tokens: CalibrationTokens = 8192,
     max_new_tokens: MaxNewTokens = 256,
     do_sample: DoSample = None,
     temperature: Temperature = None,
@@ -179,8 +192,8 @@ def run(
     if not prompt:
         raise ValueError("prompt: expected some text, got none")
     source = _source(model, gguf_file)
-    rules = max_perplexity_increase, target_sparsity
-    sparse = _load(source, gpu_budget, weight_dtype, compute_dtype, group_size, head_dtype, *rules)
+    calibration = max_perplexity_increase, target_sparsity, calibration_texts, calibration_tokens
+    sparse = _load(source, gpu_budget, weight_dtype, compute_dtype, group_size, head_dtype, *calibration)
     if do_sample is None and temperature is not None:
         do_sample = True
     sampling = _given(do_sample=do_sample, temperature=temperature)
@@ -198,11 +211,13 @@ def plan(
     head_dtype: HeadDtype = None,
     max_perplexity_increase: MaxPerplexityIncrease = 0.01,
     target_sparsity: TargetSparsity = None,
+    calibration_texts: CalibrationTexts = None,
+    calibration_tokens: CalibrationTokens = 8192,
 ) -> None:
     """Calibrates the model, unless its plan is there already, and shows the plan."""
     source = _source(model, gguf_file)
-    rules = max_perplexity_increase, target_sparsity
-    sparse = _load(source, gpu_budget, weight_dtype, compute_dtype, group_size, head_dtype, *rules)
+    calibration = max_perplexity_increase, target_sparsity, calibration_texts, calibration_tokens
+    sparse = _load(source, gpu_budget, weight_dtype, compute_dtype, group_size, head_dtype, *calibration)
     stdout.print(_rules_table(sparse))
     stdout.print(sparse.placement_summary())
     report = sparse.plan.calibration_report
@@ -235,6 +250,8 @@ def evaluate(
     head_dtype: HeadDtype = None,
     max_perplexity_increase: MaxPerplexityIncrease = 0.01,
     target_sparsity: TargetSparsity = None,
+    calibration_texts: CalibrationTexts = None,
+    calibration_tokens: CalibrationTokens = 8192,
 ) -> None:
     """Compares the model with its rules, without them, and with the weights as they came."""
     from transformers import AutoTokenizer
@@ -248,8 +265,8 @@ def evaluate(
     if json_file is not None and not json_file.parent.is_dir():
         raise NotADirectoryError(f"json: got {json_file}, but there is no directory {json_file.parent}")
     source = _source(model, gguf_file)
-    rules = max_perplexity_increase, target_sparsity
-    sparse = _load(source, gpu_budget, weight_dtype, compute_dtype, group_size, head_dtype, *rules)
+    calibration = max_perplexity_increase, target_sparsity, calibration_texts, calibration_tokens
+    sparse = _load(source, gpu_budget, weight_dtype, compute_dtype, group_size, head_dtype, *calibration)
     reference = evaluation.full_precision(*source.values(), dtype=sparse.dtype) if full_precision else None
     tokenizer = AutoTokenizer.from_pretrained(**source)
     found = evaluation.evaluate(sparse, tokenizer, texts, tokens=tokens, window=window, reference=reference)
@@ -299,6 +316,8 @@ def _load(
     head_dtype: str | None,
     max_perplexity_increase: float,
     target_sparsity: float | None,
+    calibration_texts: str | None,
+    calibration_tokens: int,
 ) -> SparseMixin:
     from .auto import SparseAutoModelForCausalLM
     from .config import WeightOnlyQuantConfig
@@ -315,6 +334,8 @@ def _load(
         gpu_budget=gpu_budget,
         max_perplexity_increase=max_perplexity_increase,
         target_sparsity=target_sparsity,
+        calibration_texts=calibration_texts,
+        calibration_tokens=calibration_tokens,
     )
     return model
 

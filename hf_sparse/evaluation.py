@@ -88,7 +88,8 @@ class Difference:
 class Evaluation:
     """What `evaluate` found; rich prints it as a table. `perplexity`: by model ("sparse", "dense", "full_precision"),
     on the same `tokens` predicted tokens. `active_fraction`: share of the MLP neurons that the rules computed, by
-    layer, and 1 where none applied. `bytes_per_token`: of weights, "sparse" and "dense", see the function of that name.
+    layer, and 1 where none applied. `read_share`: by layer, share of the bytes of its weights that a token read, its
+    predictors' added. `bytes_per_token`: of weights, "sparse" and "dense", see the function of that name.
     `seconds`: what all of it took.
     """
 
@@ -99,6 +100,7 @@ class Evaluation:
     perplexity: dict[str, float]
     differences: tuple[Difference, ...]
     active_fraction: dict[int, float]
+    read_share: dict[int, float]
     bytes_per_token: dict[str, int]
     seconds: float
 
@@ -119,18 +121,25 @@ class Evaluation:
                 cells = ["", ""]
             if cells[0]:
                 table.add_row(*cells)
-        layers = Table(title="MLP neurons computed, by layer, in %", box=None, show_header=False)
-        by_layer = list(self.active_fraction.items())
-        for start in range(0, len(by_layer), LAYERS_PER_ROW):
-            row = by_layer[start : start + LAYERS_PER_ROW]
-            layers.add_row(f"{row[0][0]} to {row[-1][0]}", *(f"{100 * fraction:.1f}" for _, fraction in row))
         sparse, dense = self.bytes_per_token["sparse"], self.bytes_per_token["dense"]
         mean = sum(self.active_fraction.values()) / len(self.active_fraction)
+        share = sum(self.read_share.values()) / len(self.read_share)
         reads = (
-            f"Weights: {self.weights}. {mean:.1%} of the MLP neurons computed; a decoded token reads "
-            f"{format_bytes(sparse)} of weights, {sparse / dense:.1%} of the {format_bytes(dense)} of all."
+            f"Weights: {self.weights}. {mean:.1%} of the MLP neurons computed, {share:.1%} of the layers' weights "
+            f"read; with the head, a decoded token reads {format_bytes(sparse)}, {sparse / dense:.1%} of the "
+            f"{format_bytes(dense)} of all."
         )
-        return Group(table, layers, reads)
+        computed = _by_layer("MLP neurons computed, by layer, in %", self.active_fraction)
+        return Group(table, computed, _by_layer("Weights read, by layer, in %", self.read_share), reads)
+
+
+def _by_layer(title: str, shares: dict[int, float]) -> Table:
+    table = Table(title=title, box=None, show_header=False)
+    by_layer = list(shares.items())
+    for start in range(0, len(by_layer), LAYERS_PER_ROW):
+        row = by_layer[start : start + LAYERS_PER_ROW]
+        table.add_row(f"{row[0][0]} to {row[-1][0]}", *(f"{100 * share:.1f}" for _, share in row))
+    return table
 
 
 def evaluate(
@@ -175,6 +184,7 @@ def evaluate(
     try:
         perplexities, differences = _compare(model, reference, rows)
         active = {layer: 1.0 if mlp.active_fraction is None else mlp.active_fraction for layer, mlp in mlps.items()}
+        shares = _read_shares(model)
         read = {"sparse": bytes_per_token(model), "dense": bytes_per_token(model, rules=False)}
     finally:
         for block, counts in counted:
@@ -194,9 +204,20 @@ def evaluate(
         perplexity=perplexities,
         differences=differences,
         active_fraction=active,
+        read_share=shares,
         bytes_per_token=read,
         seconds=round(time.perf_counter() - began, 2),
     )
+
+
+def _read_shares(model: Any) -> dict[int, float]:
+    read: dict[int, float] = {}
+    whole: dict[int, int] = {}
+    for block in hybrid_blocks(model):
+        layer = block.id.layer
+        read[layer] = read.get(layer, 0.0) + block.read_bytes()
+        whole[layer] = whole.get(layer, 0) + block.weight_bytes
+    return {layer: read[layer] / whole[layer] for layer in read}
 
 
 def full_precision(name: str, gguf_file: str | None = None, *, dtype: torch.dtype | None = None) -> Any:

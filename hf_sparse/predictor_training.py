@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -64,16 +64,22 @@ class Choice:
 
 
 def train_predictors(
-    model: SparseMixin, mlps: dict[BlockId, HybridMLP], training: Tensor, held_out: Tensor, limit: float, seed: int
+    model: SparseMixin,
+    mlps: dict[BlockId, HybridMLP],
+    training: Tensor,
+    held_out: Tensor,
+    limit: float,
+    seed: int,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> tuple[dict[BlockId, PlannedPredictor], dict[BlockId, SkipRule]]:
     """Predictors and rules of those `mlps` (exact zeros, all on the CPU) in which one pays; leaves both on the blocks.
 
-    `training`, `held_out`: int64 [rows, tokens]. On held-out text every predictor has a recall of 95% at least, all
-    together take WEIGHT_SHARE of the blocks' bytes at most, and perplexity stays within `limit`, and within
-    PREDICTOR_INCREASE of what the exact rule gives. Where the cheapest predictors of all layers cost more, each layer's
-    loss is measured alone, and one price of loss, the same for all layers, found by bisection: each layer takes what is
-    cheapest at that price, so those whose loss is largest for what they save are the first to take a higher recall, at
-    which they lose in proportion less, or to go back to the exact rule.
+    `training`, `held_out`: int64 [rows, tokens]. `tell` is told which layer is trained. On held-out text every
+    predictor has a recall of 95% at least, all together take WEIGHT_SHARE of the blocks' bytes at most, and perplexity
+    stays within `limit`, and within PREDICTOR_INCREASE of what the exact rule gives. Where the cheapest predictors of
+    all layers cost more, each layer's loss is measured alone, and one price of loss, the same for all layers, found by
+    bisection: each layer takes what is cheapest at that price, so those whose loss is largest for what they save are
+    the first to take a higher recall, at which they lose in proportion less, or to go back to the exact rule.
     """
     _use(mlps, {})
     limit = min(limit, perplexity(model, held_out, "always") * (1 + PREDICTOR_INCREASE))
@@ -84,6 +90,7 @@ def train_predictors(
     for group in groups_that_fit(mlps, collected):
         fits, tests = _collect(model, group, training), _collect(model, group, held_out)
         for id, block in group.items():
+            tell(f"predictor {len(choices) + 1} of {len(mlps)}")
             choices[id] = _choices(block, fits.pop(id), tests.pop(id), 2 * budget / len(mlps), seed)
     chosen = _choose(model, mlps, choices, held_out, limit, budget)
     logger.info("Predictors pay in %d of %d layers that have exact zeros.", len(chosen), len(mlps))

@@ -1,7 +1,7 @@
 """lm-eval (the language model evaluation harness) on a model of hf_sparse as it is, without a network: two tasks made
 from Python's own documentation, once with the skip rules on every token ("sparse") and once without them ("dense").
 
-    pip install "hf_sparse[eval]"
+    pip install -c constraints.txt ".[eval]"
     python scripts/lm_eval_offline.py MODEL [--gguf-file FILE] [--pages N] [--questions N] [--json FILE]
 
   documentation_perplexity  how well pages are foretold, by byte and by word (loglikelihood_rolling)
@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import random
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,9 +26,12 @@ from _bench import at_least_one, say
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # unless told otherwise: lm-eval asks the hub what it knows of a model
 
-from lm_eval import simple_evaluate
-from lm_eval.models.huggingface import HFLM
-from lm_eval.tasks import TaskManager
+try:
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+except ImportError as error:
+    sys.exit(f'{error}; in a clone of the project: pip install -c constraints.txt ".[eval]"')
 from transformers import AutoTokenizer
 
 from hf_sparse import SparseAutoModelForCausalLM

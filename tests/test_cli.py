@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import pytest
 import torch
@@ -103,6 +104,18 @@ def test_a_temperature_samples_and_a_seed_repeats_it(model: Path) -> None:
     torch.manual_seed(5)  # whatever the state before
     assert succeed(*sample, 1).stdout == first
     assert succeed(*sample, 2).stdout != first
+
+
+def test_plan_calibrates_on_the_text_that_is_given(model: Path, tmp_path: Path) -> None:
+    text = tmp_path / "own.txt"
+    text.write_text(topics["assignment"])
+    calibration = ("--calibration-texts", text, "--calibration-tokens", 320)
+    shown = succeed("plan", model, *calibration, "--target-sparsity", 0.3).stdout
+    assert "on 160 held-out tokens" in shown
+    assert "on 80 held-out tokens" in succeed("plan", model, "--calibration-tokens", 160).stdout
+    text.write_text(" ")
+    assert "calibration_texts: expected at least 4 tokens of text" in error_line("plan", model, *calibration)
+    assert "calibration_tokens: got 0" in error_line("plan", model, "--calibration-tokens", 0)
 
 
 def test_plan_shows_rules_quality_placement_and_where_it_lies(model: Path) -> None:

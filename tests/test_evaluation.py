@@ -108,7 +108,12 @@ def test_figures_equal_a_direct_computation(model: Any, original: Any, tokenizer
         same = (p.argmax(-1) == q.argmax(-1)).double().mean()
         assert difference.same_top1 == pytest.approx(float(same), abs=1.5 / found.tokens)  # a near tie may fall
     fractions = [block.active_fraction for block in mlps(model)]
-    assert list(found.active_fraction) == [0, 1, 2]
+    assert list(found.active_fraction) == list(found.read_share) == [0, 1, 2]
+    weights = [sum(b.weight_bytes for b in hybrid_blocks(model) if b.id.layer == layer) for layer in range(3)]
+    read = sum(share * of for share, of in zip(found.read_share.values(), weights, strict=True))
+    head = found.bytes_per_token["dense"] - sum(weights)
+    assert found.bytes_per_token["sparse"] == pytest.approx(read + head, abs=1)
+    assert read < sum(weights)
     assert list(found.active_fraction.values()) == pytest.approx(fractions, abs=1e-3)
     assert fractions == sorted(fractions, reverse=True) and fractions[2] < fractions[0] < 1
 
@@ -311,8 +316,9 @@ def test_the_table_says_what_was_found(model: Any, original: Any, tokenizer: Any
         assert f"{difference.kl:.4f}" in shown and f"{difference.same_top1:.1%}" in shown
     change = found.perplexity["sparse"] / found.perplexity["dense"] - 1
     assert f"{change:+.2%}" in shown
-    layers = next(line for line in shown.splitlines() if line.split()[:3] == ["0", "to", "2"])
-    assert layers.split()[3:] == [f"{100 * fraction:.1f}" for fraction in found.active_fraction.values()]
+    layers = [line.split()[3:] for line in shown.splitlines() if line.split()[:3] == ["0", "to", "2"]]
+    for cells, shares in zip(layers, (found.active_fraction, found.read_share), strict=True):
+        assert cells == [f"{100 * share:.1f}" for share in shares.values()]
 
 
 def test_full_precision_is_the_checkpoint_or_nothing(
