@@ -10,6 +10,7 @@ chosen for each head, so that on held-out text what is spared outweighs what is 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -99,9 +100,10 @@ def _candidates(
     kept = dict.fromkeys(blocks, 0)
     instead = dict.fromkeys(blocks, 0.0)
     costs: dict[BlockId, list[Tensor]] = {id: [] for id in blocks}
+    cost = _cost_function(profile, blocks)
 
     def look(block: HybridBlock, place: Place, values: Tensor) -> Tensor:
-        id, of_entries = block.id, _costs(profile, block.id, place, values)
+        id, of_entries = block.id, cost(block.id, place, values)
         if place == "output":
             kept[id] += int((values.abs() >= below[id][place]).sum())
             costs[id].append(of_entries.view(len(values), block.predicts, -1).sum(2))
@@ -133,8 +135,11 @@ def _width(heads: int) -> int:
     return math.ceil(2 * heads / GROUP) * GROUP
 
 
-def _costs(profile: ActivationProfile, id: BlockId, place: Place, values: Tensor) -> Tensor:
-    return (values.float() * profile.at(id, place).sensitivity).square()
+def _cost_function(profile: ActivationProfile, blocks: Iterable[BlockId]) -> Callable[[BlockId, Place, Tensor], Tensor]:
+    """(block, place, values [tokens, entries]) -> what each would cost, of the same shape."""
+    places: tuple[Place, ...] = ("input", "output")
+    sensitivities = {(id, place): profile.at(id, place).sensitivity for id in blocks for place in places}
+    return lambda id, place, values: (values.float() * sensitivities[id, place]).square()
 
 
 def _collect(
@@ -143,12 +148,13 @@ def _collect(
     """What each block reads, [tokens, d_model] in the model's dtype, and what its heads cost, [tokens, heads]."""
     inputs: dict[BlockId, list[Tensor]] = {id: [] for id in blocks}
     costs: dict[BlockId, list[Tensor]] = {id: [] for id in blocks}
+    cost = _cost_function(profile, blocks)
 
     def look(block: HybridBlock, place: Place, values: Tensor) -> Tensor:
         if place == "input":
             inputs[block.id].append(values.clone())
         else:
-            of_heads = _costs(profile, block.id, place, values).view(len(values), block.predicts, -1)
+            of_heads = cost(block.id, place, values).view(len(values), block.predicts, -1)
             costs[block.id].append(of_heads.sum(2))
         return values
 
