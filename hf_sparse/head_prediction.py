@@ -79,7 +79,7 @@ def foretell_heads(
     for group in groups_that_fit({id: block for id, (block, _, _) in candidates.items()}, collected):
         fits, tests = _collect(model, profile, group, training), _collect(model, profile, group, held_out)
         for id in group:
-            tensors = _fit(*fits.pop(id))
+            tensors = fit_costs(*fits.pop(id))
             x, costs = tests.pop(id)
             built = Predictor.from_tensors(tensors, torch.device("cpu"), WEIGHT_DTYPE)
             scores = torch.cat([built.scores(part.float()) for part in x.split(1024)])
@@ -162,7 +162,7 @@ def _collect(
     return {id: (torch.cat(inputs[id]), torch.cat(costs[id])) for id in blocks}
 
 
-def _fit(x: Tensor, costs: Tensor) -> dict[str, Tensor]:
+def fit_costs(x: Tensor, costs: Tensor) -> dict[str, Tensor]:
     """`fc1`, `fc2` and `bias` whose scores are the logarithms of `costs` [tokens, heads] as a linear function of `x`
     [tokens, d_model]: the two signs of each weight, since a ReLU is between.
     """

@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_sparse import SparseAutoModelForCausalLM, calibration, head_prediction, probing
+from hf_sparse import SparseAutoModelForCausalLM, calibration, probing
 from hf_sparse.activation_profile import ActivationProfile
 from hf_sparse.calibration import Search
 from hf_sparse.evaluation import perplexity
-from hf_sparse.head_prediction import Foretold, _fit, foretell_heads
+from hf_sparse.head_prediction import Foretold, fit_costs, foretell_heads
 from hf_sparse.modeling import BlockId, HybridAttention, Predictor, SkipRule, hybrid_blocks
 from tiny_models import learn, save_checkpoint, save_tokenizer
 
@@ -29,7 +29,7 @@ def test_costs_that_are_linear_in_the_input_are_foretold(tokens: int, generator:
     x[::17] *= 300  # as of first tokens
     w = torch.randn(3, 64, generator=generator) * (torch.arange(64) < 4)
     costs = (x @ w.T / 10 - 7).clamp(-60, 60).exp()
-    tensors = _fit(x[:tokens], costs[:tokens])
+    tensors = fit_costs(x[:tokens], costs[:tokens])
     assert {name: list(t.shape) for name, t in tensors.items()} == {"fc1": [32, 64], "fc2": [3, 32], "bias": [3]}
     usual = torch.arange(tokens, tokens + 50) % 17 != 0
     scores = Predictor(**tensors).scores(x[tokens:][usual])
@@ -85,7 +85,7 @@ def test_equal_scores_are_not_parted(generator: torch.Generator) -> None:
 @pytest.mark.parametrize("x", [torch.zeros(20, 64), torch.ones(20, 64), torch.zeros(1, 64)])
 def test_inputs_that_tell_nothing_are_fitted_all_the_same(x: torch.Tensor) -> None:
     costs = torch.full((len(x), 3), 0.25)
-    assert torch.allclose(Predictor(**_fit(x, costs)).scores(x), costs.log(), atol=1e-3)
+    assert torch.allclose(Predictor(**fit_costs(x, costs)).scores(x), costs.log(), atol=1e-3)
 
 
 def test_a_predictor_that_does_not_pay_is_none(generator: torch.Generator) -> None:
@@ -137,7 +137,7 @@ def test_calibration_leaves_out_idle_heads(idle: Path, monkeypatch: pytest.Monke
     model.reset_active_fraction()
     perplexity(model, ids, "always")
     assert all(block.kept("heads") <= 0.6 for block in blocks)
-    monkeypatch.setattr(head_prediction, "_candidates", lambda *_: {})
+    monkeypatch.setattr(calibration, "foretell_heads", lambda *_: {})
     without = load(idle, max_perplexity_increase=0.05, calibration_seed=1)
     assert not without.plan.predictors
     assert report["bytes_read_share"] < without.plan.calibration_report["bytes_read_share"]
