@@ -33,7 +33,7 @@ struct LayerWorker : Worker {
         const auto share = [&](const Linear& part, int64_t start, int64_t count, const Activations& rows, float* out) {
             linear(part, larger(first - start, 0), smaller(last - start, count), rows, out);
         };
-        const float* below = step.rules ? a.inputs_below : nullptr;
+        const float* below = step.rules && !some_heads ? a.inputs_below : nullptr;
         int64_t* counted = computed ? computed + 6 : nullptr;
         if (by_input) {
             add_inputs(a.q.matrix, below, from, a.compute, counted);

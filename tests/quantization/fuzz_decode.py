@@ -94,7 +94,10 @@ class Attention:
         self.kv_heads, self.queries, self.head_dim = rng.randint(1, 3), rng.randint(1, 4), case.size(70)
         heads, dim = self.kv_heads * self.queries, self.head_dim
         widths = (heads * dim, self.kv_heads * dim, self.kv_heads * dim)
-        self.qkv = [Linear(case, width, hidden, form, may_turn=part == 0) for part, width in enumerate(widths)]
+        predicts = rng.random() < 0.4  # a predictor chooses rows
+        self.qkv = [
+            Linear(case, width, hidden, form, may_turn=part == 0 and not predicts) for part, width in enumerate(widths)
+        ]
         self.out = Linear(case, heads * dim, hidden, form, by_neuron=True)
         self.scaling, self.softcap = dim**-0.5, rng.choice((0.0, 0.0, 2.0))
         self.window = rng.choice((0, 0, 1, rng.randint(1, 300)))
@@ -117,6 +120,14 @@ class Attention:
             self.made.set_rotation(self.rotation, self.rotary)
         self.made.softcap, self.made.window = self.softcap, self.window
         self.inputs, self.attended = Thresholds(case, hidden, 1.0), Thresholds(case, heads * dim, 0.5)
+        self.predictor = None
+        if predicts:
+            width = case.size(40)
+            fc1, fc2 = case.matrix(width, hidden, ("int8", 32)), case.matrix(heads, width, ("int8", 32))
+            bias = case.place(case.normal(heads) + rng.choice((-100, 0, 100)))
+            self.predictor = fc1, fc2, bias
+            self.made.predictor = case.kernels.Predictor(fc1.native().handle, fc2.native().handle, bias.data_ptr())
+            self.inputs.below, self.inputs.address = None, 0
         self.made.set_thresholds(self.inputs.address, self.attended.address)
         self.doubt = False  # as of Thresholds
         self._make_cache()
@@ -148,10 +159,17 @@ class Attention:
         self, x: Tensor, rotations: list[tuple[Tensor, Tensor]], rules: bool
     ) -> tuple[Tensor, list[tuple[int, int]]]:
         """After the kernel has run, whose new keys and values are looked at here, and then used. What it adds, and
-        what is counted of its input and of what it attended to.
+        what is counted of its input, of what it attended to and of its heads.
         """
         seen = self.inputs.keeps(x) if rules else torch.ones_like(x, dtype=torch.bool)
+        heads = torch.ones(self.kv_heads * self.queries, dtype=torch.bool)
+        unsure = False
+        if rules and self.predictor is not None:
+            predicted = predicted_scores(self.case, *self.predictor, x)
+            heads = predicted > 0
+            unsure = self.case.compute != "fp32" or bool((predicted.abs() < MARGIN).any())
         q, k, v = (part(torch.where(seen, x, 0.0) if i == 0 else x) for i, part in enumerate(self.qkv))
+        q = torch.where(heads.repeat_interleave(self.head_dim), q, 0.0)  # which a norm over all heads sees
         q, k = (self._turned(states, norm, rotations) for states, norm in zip((q, k), self.norms, strict=True))
         at, stop = self.position, self.position + 1
         held = [self._held(side, self.pages)[:, :stop] for side in (0, 1)]
@@ -174,10 +192,12 @@ class Attention:
             scores = torch.tanh(scores / self.softcap) * self.softcap
         attended = torch.einsum("kqt,ktd->kqd", scores.softmax(-1), held[1][:, start:]).flatten()
         if not rules:
-            return self.out.sum_of_rows(attended), [(0, 0), (0, 0)]
-        kept = self.attended.keeps(attended)
-        self.doubt = self.inputs.doubt or self.attended.doubt
-        counts = [self.inputs.counts(seen), self.attended.counts(kept)]
+            return self.out.sum_of_rows(attended), [(0, 0)] * 3
+        kept = self.attended.keeps(attended) & heads.repeat_interleave(self.head_dim)
+        self.doubt = self.inputs.doubt or self.attended.doubt or unsure
+        counts = [self.inputs.counts(seen), self.attended.counts(kept), (0, 0)]
+        if self.predictor is not None:
+            counts[1:] = [(int(of.sum()), len(of)) for of in (kept, heads)]
         return self.out.sum_of_rows(torch.where(kept, attended, 0.0)), counts
 
     def _turned(self, states: Tensor, norm: Tensor | None, rotations: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -291,7 +311,7 @@ def decode(case: Case) -> str:
         rotations.append((case.place(angles.cos()), case.place(angles.sin())))
     rotation_table = case.place(torch.tensor([[cos.data_ptr(), sin.data_ptr()] for cos, sin in rotations]))
     tables = case.place(torch.tensor([[a.table.data_ptr(), a.code] if a else [0, 0] for _, a, _ in layers]))
-    computed = case.place(torch.zeros(count, 5, 2, dtype=torch.int64)) if rng.random() < 0.7 else None
+    computed = case.place(torch.zeros(count, 6, 2, dtype=torch.int64)) if rng.random() < 0.7 else None
     out = case.buffer(hidden if head is None else head.matrix.rows)
     decoder.run(
         0,
@@ -313,7 +333,7 @@ def decode(case: Case) -> str:
         raise AssertionError(f"not finite; {text}")
     states = x.double()
     for number, (norms, attention, mlp) in enumerate(layers):
-        counts, off = [(0, 0)] * 5, [0] * 5
+        counts, off = [(0, 0)] * 6, [0] * 6
         if attention is not None:
             added, counts[3:] = attention(rms(states, norms[0], 0.01), rotations, rules)
             states = states + rms(added, norms[1], 0.01) if part != "attention" else added
@@ -323,7 +343,7 @@ def decode(case: Case) -> str:
             off[1:3] = [mlp.off()] * 2
         doubt = any(block is not None and block.doubt for block in (attention, mlp))
         if computed is not None:
-            check_counts(computed[number].tolist(), counts, [10**6] * 5 if doubt else off, text)
+            check_counts(computed[number].tolist(), counts, [10**6] * 6 if doubt else off, text)
         if doubt:
             return text  # errors of what came before grow where a norm blows up small states
     if head is not None:
