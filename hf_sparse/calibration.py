@@ -71,9 +71,9 @@ def calibrate(
         limit = dense * (1 + options.max_perplexity_increase)
         search = Search(model, profile, rules, held_out)
         if (wanted := options.target_sparsity) is not None:
-            rules, predictors = search.run(lambda perplexity, unread: unread <= wanted, training, False)
+            rules, predictors = search.run(lambda perplexity, unread: unread <= wanted, training, saves=False)
         elif options.max_perplexity_increase > 0:
-            rules, predictors = search.run(lambda perplexity, unread: perplexity <= limit, training, True)
+            rules, predictors = search.run(lambda perplexity, unread: perplexity <= limit, training, saves=True)
             if exact := {id: mlps[id] for id in rules if rules[id].kind == "exact"}:
                 progress.set_description("Calibrating (predictors)")
                 _set_rules(model, rules, predictors)
@@ -307,7 +307,7 @@ class Search:
         self.heads: dict[BlockId, Foretold] = {}
 
     def run(
-        self, fits: Callable[[float, float], bool], training: Tensor, saves: bool
+        self, fits: Callable[[float, float], bool], training: Tensor, *, saves: bool
     ) -> tuple[dict[BlockId, SkipRule], dict[BlockId, PlannedPredictor]]:
         """What `find` gives; with heads left out too, where that pays at the level found without, and then turns out to
         be better: leaves more bytes unread (`saves`), or as many at a lower perplexity.

@@ -66,6 +66,7 @@ class Dropper:
         self.setting: Setting = {}
         self.predictors: dict[int, nn.Module] = {}  # by layer: what the MLP reads -> scores of its neurons, in 0..1
         self.modules: dict[Site, Any] = {}
+        self._left_out = torch.empty(0, dtype=torch.bool)  # of the neurons of the layer that is passed
         self.seen: Callable[[Site, Tensor], None] | None = None  # looks at vectors before they are dropped
         layers: Any = getattr(model.base_model, "layers", ())
         for layer, block in enumerate(layers):

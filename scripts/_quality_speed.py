@@ -22,8 +22,9 @@ def bytes_of_perfect_predictors(model: Any) -> float:
 
 
 def predictors_seconds(model: Any) -> float:
-    """For one token, a call of its own each, less what such a call takes that finds nothing."""
-    predictors = [block.predictor for block in hybrid_blocks(model) if block.predictor is not None]
+    """For one token, a call of its own each, less what a call takes for the smallest of predictors."""
+    found = [block.predictor_in_use for block in hybrid_blocks(model)]
+    predictors = [predictor for predictor in found if predictor is not None]
     if not predictors:
         return 0.0
     width = predictors[0].fc1.cols

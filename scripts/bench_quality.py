@@ -241,7 +241,7 @@ def speed(bench: Bench) -> list[dict[str, Any]]:
             cells += f"{fact[text]['perplexity']:>9.3f} {increase:+8.2%}{fact[text]['read']:>18.1%}"
         by_bytes = f"{fact['speedup']:.2f} ({fact['speedup_by_bytes']:.2f})"
         print(f"{name:14}{cells}  {spread(figures[name])}  {by_bytes}", flush=True)
-        if count := sum(block.predictor is not None for block in hybrid_blocks(model)):
+        if count := sum(block.predictor_in_use is not None for block in hybrid_blocks(model)):
             share = fact["predictors_share_of_time"]
             print(f"{'':14}{count} predictors, which take {share:.1%} of the time of a token")
         if name == EXACT:

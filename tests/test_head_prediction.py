@@ -162,8 +162,8 @@ def test_heads_that_turn_out_to_cost_more_are_computed_again(idle: Path, monkeyp
         search = Search(model, profile, {}, rows)
         dense = perplexity(model, rows, "never")
         if saves:
-            return search, *search.run(lambda p, unread: p <= 1.02 * dense, rows, True)
-        return search, *search.run(lambda p, unread: unread <= 0.3, rows, False)
+            return search, *search.run(lambda p, unread: p <= 1.02 * dense, rows, saves=True)
+        return search, *search.run(lambda p, unread: unread <= 0.3, rows, saves=False)
 
     for saves in (True, False):
         monkeypatch.setattr(calibration, "foretell_heads", lambda *_: {})
@@ -179,7 +179,7 @@ def test_layers_with_exact_zeros_keep_their_heads(idle: Path) -> None:
     profile = ActivationProfile(model)
     profile.measure(rows, torch.zeros_like(rows, dtype=torch.bool))
     search = Search(model, profile, {BlockId(0, "mlp"): SkipRule("exact")}, rows)
-    rules, predictors = search.run(lambda perplexity, unread: unread <= 0.4, rows, True)
+    rules, predictors = search.run(lambda perplexity, unread: unread <= 0.4, rows, saves=True)
     assert set(predictors) <= {BlockId(1, "attention")} and BlockId(0, "attention") not in rules
 
 

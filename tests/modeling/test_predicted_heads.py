@@ -143,7 +143,7 @@ def test_all_heads_are_the_dense_model_and_none_is_no_attention(saved: Save) -> 
     for block in attentions(model):  # one that no rule asks is not read
         block.rule = SkipRule("magnitude")
     assert_near(always(model, ids), dense)
-    assert model.read_share() is None or model.read_share() == 1
+    assert all(block.read_bytes() == block.weight_bytes for block in attentions(model))
 
 
 @pytest.mark.parametrize("tiers", [1, 2])
