@@ -1,136 +1,61 @@
-"""Which neuron goes to which tier: PowerInfer's integer program (SOSP'24, section 6.3), solved with PuLP.
-
-What the program knows of a block is how many of its neurons lie on each fast tier. All neurons of a block have one
-size, so an exchange shows that the best n of them are the n of highest impact: the objective is a concave function of n
-for each block. It is drawn as a polyline whose pieces are groups of neurons of similar impact, and only the counts and
-the switches of the synchronisation minimum are integers. That is the paper's program (one binary for each group and
-unit) with a few hundred integers in place of tens of thousands, and its answers are exact to the neuron and to the
-byte.
-
-The cost model: a tier reads a neuron in `bytes_per_neuron / bandwidth` seconds, and a block that uses a fast tier pays
-that tier's `sync_seconds` once.
+"""Which neuron goes to which tier: PowerInfer's integer program (SOSP'24, section 6.3) and one that minimises the time
+of a token, each beside greedy choices under the same budgets.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib
 import math
-import os
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Literal
 
-import pulp
 import torch
 from torch import Tensor
 
-from hf_sparse.modeling import BlockId, Placement, Tier
+from hf_sparse.modeling import Placement, Tier
 
+from .cost_model import PlacementBlock, minimum_neurons, token_time
 from .log import logger
+from .program import RELATIVE_GAP, Answer, by_impact, by_time
 
-# Where the solver may stop: impacts are measured on a few thousand tokens and are not known to five digits.
-RELATIVE_GAP = 1e-5
-# Groups of a block: so many that the polyline is true to 1e-4 or so, so few that 80 layers are solved in seconds.
-MIN_GROUPS, MAX_GROUPS = 32, 96
-
-
-@dataclass(frozen=True, eq=False)
-class PlacementBlock:
-    """What the solver knows of a block: `impact` (float64 [neurons], >= 0, finite) is what a neuron is worth on a fast
-    tier, `active_fraction` (float64 [neurons], in 0..1) how often it is computed for a token, `bytes_per_neuron` (> 0)
-    its stored size.
-
-    A block with one neuron is placed whole. Raises ValueError where a field is not as said.
-    """
-
-    id: BlockId
-    bytes_per_neuron: int
-    impact: Tensor
-    active_fraction: Tensor
-
-    def __post_init__(self) -> None:
-        if (
-            isinstance(self.bytes_per_neuron, bool)
-            or not isinstance(self.bytes_per_neuron, int)
-            or self.bytes_per_neuron < 1
-        ):
-            raise ValueError(f"block {self.id}: bytes_per_neuron must be an int >= 1, got {self.bytes_per_neuron!r}")
-        for name, values in (("impact", self.impact), ("active_fraction", self.active_fraction)):
-            if values.dtype != torch.float64 or values.dim() != 1 or not values.numel():
-                got = f"{values.dtype} {list(values.shape)}"
-                raise ValueError(
-                    f"block {self.id}: {name} must be float64 [neurons] with at least one neuron, got {got}"
-                )
-            if not bool((torch.isfinite(values) & (values >= 0)).all()):
-                raise ValueError(f"block {self.id}: {name} must be finite and >= 0 everywhere")
-        if self.impact.shape != self.active_fraction.shape:
-            lengths = f"{self.impact.numel()} and {self.active_fraction.numel()}"
-            raise ValueError(f"block {self.id}: impact and active_fraction must have one length, got {lengths}")
-        if bool((self.active_fraction > 1).any()):
-            raise ValueError(f"block {self.id}: active_fraction must be <= 1, got {float(self.active_fraction.max())}")
-
-    @property
-    def neurons(self) -> int:
-        """Number of neurons of the block."""
-        return self.impact.numel()
+Goal = Literal["time", "impact"]
+GOALS: tuple[Goal, ...] = ("time", "impact")
 
 
 @dataclass(frozen=True, eq=False)
 class Solution:
     """A placement, and how good it is known to be.
 
-    `status`: "optimal" (the program was solved to `RELATIVE_GAP`), "feasible" (the time was up: the best found),
-    "greedy" (the solver gave nothing of use; logged) or "single tier" (nothing to solve). `objective`: impact on the
-    fast tiers. `bound`: no placement within the same constraints has more. `gap`: (bound - objective) / bound.
-    `greedy_objective`: what filling the tiers in order of impact reaches under the same constraints (0 where it finds
-    no placement). `seconds`: time to solve. `solver`: its name. `token_seconds`: the cost model's time for one token in
-    all blocks, the tiers of a block running side by side.
+    `goal`: "time" (least seconds per token by the cost model) or "impact" (the paper's: most impact on the fast
+    tiers). `value` is what was reached of it, `bound` what no placement within the same constraints surpasses, `gap`
+    the distance from one to the other, relative to the larger. `greedy_value`: what filling the tiers in order of
+    impact reaches (NaN where that finds no placement). `status`: "optimal" (the program was solved, or the bound
+    is as near), "feasible" (the time was up: the best found), "greedy" (the solver gave nothing of use, or nothing
+    better) or "single tier" (nothing to solve). `seconds`: time to solve. `solver`: its name. `token_seconds`: the cost
+    model's time for one token. `fast_impact`: share of all impact that lies on the fast tiers.
     """
 
     placement: Placement
+    goal: Goal
     status: str
-    objective: float
+    value: float
     bound: float
     gap: float
-    greedy_objective: float
+    greedy_value: float
     seconds: float
     solver: str
     token_seconds: float
+    fast_impact: float
 
-
-def minimum_neurons(bytes_per_neuron: int, fast: Tier, slow: Tier) -> int | None:
-    """The least number of neurons for which a block gains by using `fast` beside `slow`: C with C * t_fast + sync <= C
-    * t_slow (PowerInfer, section 6.3). None where no number does: `fast` is slower, or no faster and costs a
-    synchronisation.
-    """
-    gain = bytes_per_neuron / slow.bandwidth - bytes_per_neuron / fast.bandwidth
-    if gain < 0 or (gain == 0 and fast.sync_seconds > 0):
-        return None
-    if fast.sync_seconds == 0:
-        return 1
-    least = fast.sync_seconds / gain
-    # Less a rounding error, so that an exact quotient is not rounded up by one.
-    return max(1, math.ceil(least * (1 - 1e-12))) if math.isfinite(least) else None
-
-
-def token_seconds(blocks: Sequence[PlacementBlock], placement: Placement) -> float:
-    """Seconds one token takes in `blocks` by the cost model: for each block the slowest of its tiers, which run side by
-    side.
-    """
-    total = 0.0
-    for block in blocks:
-        active = torch.zeros(len(placement.tiers), dtype=torch.float64)
-        active.index_add_(0, placement.assignment[block.id], block.active_fraction)
-        used = placement.assignment[block.id].bincount(minlength=len(placement.tiers)) > 0
-        total += max(
-            float(amount) * block.bytes_per_neuron / tier.bandwidth + tier.sync_seconds
-            for tier, amount, busy in zip(placement.tiers, active, used, strict=True)
-            if busy
+    def __str__(self) -> str:
+        if self.status == "single tier":
+            return f"one tier, nothing to solve; {self.token_seconds * 1e3:.2f} ms per token by the cost model"
+        value = f"{self.value * 1e3:.2f} ms per token" if self.goal == "time" else f"an impact of {self.value:.6g}"
+        return (
+            f"{self.status}, by {self.solver} in {self.seconds:.1f} s: {value} by the cost model, at most "
+            f"{self.gap:.2%} from the best; {self.fast_impact:.0%} of the neurons' load on the fast tiers"
         )
-    return total
 
 
 def solve_placement(
@@ -138,58 +63,97 @@ def solve_placement(
     tiers: Sequence[Tier],
     resident_bytes: int,
     *,
+    goal: Goal = "time",
     group_size: int = 64,
     time_limit: float = 10.0,
 ) -> Solution:
-    """Places the neurons of `blocks` so that the impact on the fast tiers, all but the last of `tiers`, is largest.
+    """Places the neurons of `blocks`, which are in the order in which a token goes through them.
 
     `resident_bytes` lie on `tiers[0]` whatever happens and count against its budget first. Budgets are honoured to the
-    byte. In each block a fast tier holds no neuron or at least `minimum_neurons`. `group_size` is how many neurons of
-    similar impact the program values alike on average (a block has MIN_GROUPS to MAX_GROUPS groups, one neuron each
-    where it is small). `time_limit` is in seconds, for everything. Never worse than greedy by impact.
+    byte. With the goal "impact" a fast tier, all but the last, holds of each block no neuron or at least
+    `minimum_neurons`. `group_size` is how many neurons of similar worth the program values alike on average (a block
+    has MIN_GROUPS to MAX_GROUPS groups, one neuron each where it is small). `time_limit` is in seconds, for everything.
+    Never worse than greedy by impact.
 
     Raises ValueError for bad arguments, where `resident_bytes` exceed the first budget, and where the neurons do not
     fit; RuntimeError where no placement was found in `time_limit`, which takes a last tier with a tight budget.
     """
     started = time.perf_counter()
-    _check_arguments(blocks, tiers, resident_bytes, group_size, time_limit)
-    problem = _Problem(blocks, tiers, resident_bytes, group_size)
+    _check_arguments(blocks, tiers, resident_bytes, goal, group_size, time_limit)
+    choices = _Choices(blocks, tiers, resident_bytes, goal)
     if len(tiers) == 1:
-        placement = problem.placement(torch.zeros(len(blocks), 0, dtype=torch.int64))
-        seconds = time.perf_counter() - started
-        return Solution(placement, "single tier", 0.0, 0.0, 0.0, 0.0, seconds, "none", token_seconds(blocks, placement))
+        whole = choices.on_the_last()
+        seconds = choices.token_seconds(whole)
+        value = seconds if goal == "time" else 0.0
+        spent = time.perf_counter() - started
+        return Solution(
+            choices.placement(whole), goal, "single tier", value, value, 0.0, value, spent, "none", seconds, 0.0
+        )
 
-    greedy = _greedy_counts(problem)
-    status, solver, counts, bound = _program_counts(
-        problem, max(0.8 * time_limit - (time.perf_counter() - started), 0.2 * time_limit)
-    )
-    if counts is None and greedy is None:
+    greedy = _greedy(choices, [block.impact for block in blocks])
+    left = max(0.7 * time_limit - (time.perf_counter() - started), 0.2 * time_limit)
+    answer = (by_time if goal == "time" else by_impact)(blocks, tiers, resident_bytes, group_size, left)
+    status, solved = answer.status, None
+    if answer.counts is not None:
+        # The solver works to a tolerance; budgets do not.
+        solved = choices.allowed(_split(choices, choices.orders, torch.stack(answer.counts)))
+        status = status if solved is not None else "its answer breaks a constraint"
+    others = [greedy]
+    if goal == "time":
+        density = [block.read_bytes / block.bytes_per_neuron for block in blocks]
+        others += [_greedy(choices, density), choices.allowed(choices.on_the_last())]
+    best = min((found for found in (solved, *others) if found is not None), key=choices.cost, default=None)
+    if best is None:
         if status == "infeasible":
             raise ValueError(
-                f"tiers: no placement of {problem.neuron_bytes} bytes of neurons keeps both the budgets and the "
+                f"tiers: no placement of {choices.neuron_bytes} bytes of neurons keeps both the budgets and the "
                 f"synchronisation minimum; budgets: {_describe(tiers)}; give the last tier more room"
             )
         raise RuntimeError(
-            f"no placement found in {time_limit} s ({solver}: {status}); raise time_limit or the budgets"
+            f"no placement found in {time_limit} s ({answer.solver}: {status}); raise time_limit or the budgets"
         )
-    if counts is None:
-        logger.warning("%s gave no usable placement (%s): neurons are placed greedily by impact", solver, status)
+    if solved is None:
+        logger.warning("%s gave no usable placement (%s): neurons are placed greedily", answer.solver, status)
+    return _solution(choices, goal, best, greedy, answer, best is solved, status, time.perf_counter() - started)
+
+
+def _solution(
+    choices: _Choices,
+    goal: Goal,
+    best: list[Tensor],
+    greedy: list[Tensor] | None,
+    answer: Answer,
+    solved: bool,
+    status: str,
+    seconds: float,
+) -> Solution:
+    impact, token_seconds = choices.impact(best), choices.token_seconds(best)
+    greedy_value = math.nan
+    if goal == "time":
+        value, bound = token_seconds, min(max(answer.bound, 0.0), token_seconds)
+        if greedy is not None:
+            greedy_value = choices.token_seconds(greedy)
+    else:
+        value, bound = impact, max(min(answer.bound, choices.fractional_bound()), impact)
+        if greedy is not None:
+            greedy_value = choices.impact(greedy)
+    gap = abs(bound - value) / max(value, bound) if max(value, bound) > 0 else 0.0
+    if gap <= RELATIVE_GAP[goal]:
+        status = "optimal"
+    elif not solved:
         status = "greedy"
-    greedy_objective = problem.objective(greedy) if greedy is not None else 0.0
-    best = max((found for found in (counts, greedy) if found is not None), key=problem.objective)
-    objective = problem.objective(best)
-    bound = max(min(bound, problem.fractional_bound()), objective)
-    placement = problem.placement(best)
     return Solution(
-        placement=placement,
+        placement=choices.placement(best),
+        goal=goal,
         status=status,
-        objective=objective,
+        value=value,
         bound=bound,
-        gap=(bound - objective) / bound if bound > 0 else 0.0,
-        greedy_objective=greedy_objective,
-        seconds=time.perf_counter() - started,
-        solver=solver,
-        token_seconds=token_seconds(blocks, placement),
+        gap=gap,
+        greedy_value=greedy_value,
+        seconds=seconds,
+        solver=answer.solver,
+        token_seconds=token_seconds,
+        fast_impact=impact / choices.all_impact if choices.all_impact else 0.0,
     )
 
 
@@ -198,8 +162,15 @@ def _describe(tiers: Sequence[Tier]) -> str:
 
 
 def _check_arguments(
-    blocks: Sequence[PlacementBlock], tiers: Sequence[Tier], resident_bytes: int, group_size: int, time_limit: float
+    blocks: Sequence[PlacementBlock],
+    tiers: Sequence[Tier],
+    resident_bytes: int,
+    goal: str,
+    group_size: int,
+    time_limit: float,
 ) -> None:
+    if goal not in GOALS:
+        raise ValueError(f"goal: expected one of {', '.join(map(repr, GOALS))}, got {goal!r}")
     for name, value, smallest in (("resident_bytes", resident_bytes, 0), ("group_size", group_size, 1)):
         if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
             raise ValueError(f"{name} must be an int >= {smallest}, got {value!r}")
@@ -219,123 +190,139 @@ def _check_arguments(
     least = resident_bytes + spill
     if budget is not None and resident_bytes > budget:
         raise ValueError(
-            f"gpu_budget: tier {tiers[0].name!r} has a budget of {budget} bytes, but what must lie on it (embeddings, "
-            f"norms, lm_head, predictors) takes {resident_bytes} bytes; the smallest budget that works is {least} bytes"
+            f"gpu_budget: tier {tiers[0].name!r} has a budget of {budget} bytes, but what must lie on it (norms and "
+            f"other small tensors) takes {resident_bytes} bytes; the smallest budget that works is {least} bytes"
         )
     if budget is not None and least > budget:
         raise ValueError(
-            f"gpu_budget: {neuron_bytes} bytes of neurons and {resident_bytes} bytes of embeddings, norms, lm_head "
-            f"and predictors do not fit into all tiers together ({_describe(tiers)}); tier {tiers[0].name!r} needs at "
-            f"least {least} bytes"
+            f"gpu_budget: {neuron_bytes} bytes of neurons, embeddings and head and {resident_bytes} bytes that must "
+            f"lie on the first tier do not fit into all tiers together ({_describe(tiers)}); tier {tiers[0].name!r} "
+            f"needs at least {least} bytes"
         )
 
 
-class _Problem:
-    """The arguments in the shape the solvers want: by block, neurons in falling order of impact, all bytes exact
-    integers.
-
-    A choice is `counts`, int64 [blocks, fast tiers]: how many neurons of a block lie on a fast tier.
+class _Choices:
+    """Ways to place the neurons: what is allowed, and what it is worth. A choice is, block by block, int64 [neurons]:
+    positions in `tiers`.
     """
 
     def __init__(
-        self, blocks: Sequence[PlacementBlock], tiers: Sequence[Tier], resident_bytes: int, group_size: int
+        self, blocks: Sequence[PlacementBlock], tiers: Sequence[Tier], resident_bytes: int, goal: Goal
     ) -> None:
-        self.blocks = blocks
-        self.tiers = tuple(tiers)
-        self.group_size = group_size
-        self.sizes = [block.bytes_per_neuron for block in blocks]
+        self.blocks, self.tiers, self.goal = blocks, tuple(tiers), goal
+        self.last = len(tiers) - 1
+        by_impact = lambda block: torch.argsort(block.impact, descending=True, stable=True)  # noqa: E731
+        self.orders = [block.order if goal == "time" else by_impact(block) for block in blocks]
         self.neuron_bytes = sum(block.bytes_per_neuron * block.neurons for block in blocks)
-        budgets = [tier.budget for tier in tiers]
-        if budgets[0] is not None:
-            budgets[0] -= resident_bytes
-        self.fast_capacity = budgets[:-1]
-        self.last_capacity = budgets[-1]
-        orders = [torch.sort(block.impact, descending=True, stable=True) for block in blocks]
-        self.impact = [order.values for order in orders]
-        self.order = [order.indices for order in orders]
-        self.gained = [torch.cat((torch.zeros(1, dtype=torch.float64), impact.cumsum(0))) for impact in self.impact]
-        # minimum[block][fast tier]; None where the block cannot use the tier.
-        self.minimum: list[list[int | None]] = []
-        for block in blocks:
-            least = [minimum_neurons(block.bytes_per_neuron, fast, tiers[-1]) for fast in tiers[:-1]]
-            self.minimum.append([None if count is None or count > block.neurons else count for count in least])
+        self.all_impact = sum(float(block.impact.sum()) for block in blocks)
+        self.capacities = [tier.budget for tier in tiers]
+        if self.capacities[0] is not None:
+            self.capacities[0] -= resident_bytes
+        # least[block][fast tier]: None where the block cannot use the tier
+        self.least: list[list[int | None]] = [[1] * self.last for _ in blocks]
+        if goal == "impact":
+            for b, block in enumerate(blocks):
+                counts = [minimum_neurons(block.bytes_per_neuron, fast, tiers[-1]) for fast in tiers[:-1]]
+                self.least[b] = [None if n is None or n > block.neurons else n for n in counts]
 
-    def objective(self, counts: Tensor) -> float:
-        return sum(float(gained[n]) for gained, n in zip(self.gained, counts.sum(1).tolist(), strict=True))
+    def on_the_last(self) -> list[Tensor]:
+        return [torch.full((block.neurons,), self.last) for block in self.blocks]
 
-    def is_allowed(self, counts: Tensor) -> bool:
-        """Whether `counts` keep every constraint, in exact integer arithmetic."""
-        rows = counts.tolist()
-        for block, row, minimum in zip(self.blocks, rows, self.minimum, strict=True):
-            if sum(row) > block.neurons:
-                return False
-            if any(n < 0 or (n > 0 and (least is None or n < least)) for n, least in zip(row, minimum, strict=True)):
-                return False
-        used = [
-            sum(size * row[t] for size, row in zip(self.sizes, rows, strict=True))
-            for t in range(len(self.fast_capacity))
-        ]
-        if any(
-            capacity is not None and taken > capacity for taken, capacity in zip(used, self.fast_capacity, strict=True)
-        ):
-            return False
-        return self.last_capacity is None or self.neuron_bytes - sum(used) <= self.last_capacity
+    def placement(self, choice: list[Tensor]) -> Placement:
+        ids = [block.id for block in self.blocks]
+        return Placement(self.tiers, dict(zip(ids, choice, strict=True)))
 
-    def placement(self, counts: Tensor) -> Placement:
-        """The neurons of highest impact on the first tier, the next on the second, and so on."""
-        assignment = {}
-        for block, order, row in zip(self.blocks, self.order, counts.tolist(), strict=True):
-            row = [*row, block.neurons - sum(row)]
-            assignment[block.id] = torch.empty(block.neurons, dtype=torch.int64).scatter_(
-                0, order, torch.arange(len(row)).repeat_interleave(torch.tensor(row))
-            )
-        return Placement(self.tiers, assignment)
+    def token_seconds(self, choice: list[Tensor]) -> float:
+        return token_time(self.blocks, self.placement(choice)).seconds
 
-    @functools.cached_property
-    def flat(self) -> tuple[Tensor, Tensor]:
-        """All neurons that a fast tier may hold, block after block: impact, and the position of the block."""
-        usable = [b for b, minimum in enumerate(self.minimum) if any(least is not None for least in minimum)]
-        if not usable:
-            return torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.int64)
-        lengths = torch.tensor([self.blocks[b].neurons for b in usable])
-        return torch.cat([self.impact[b] for b in usable]), torch.tensor(usable).repeat_interleave(lengths)
+    def impact(self, choice: list[Tensor]) -> float:
+        pairs = zip(self.blocks, choice, strict=True)
+        return sum(float(block.impact[tier_of < self.last].sum()) for block, tier_of in pairs)
+
+    def cost(self, choice: list[Tensor]) -> float:
+        return self.token_seconds(choice) if self.goal == "time" else -self.impact(choice)
+
+    def excess(self, choice: list[Tensor]) -> list[int]:
+        """By tier: bytes over its budget, in exact integers; not above 0 where it is kept."""
+        used = [0] * len(self.tiers)
+        for block, tier_of in zip(self.blocks, choice, strict=True):
+            for t, count in enumerate(tier_of.bincount(minlength=len(self.tiers)).tolist()):
+                used[t] += count * block.bytes_per_neuron + (block.shared_bytes if count else 0)
+        return [0 if limit is None else taken - limit for taken, limit in zip(used, self.capacities, strict=True)]
+
+    def allowed(self, choice: list[Tensor]) -> list[Tensor] | None:
+        """`choice`, or None where it breaks a constraint."""
+        if max(self.excess(choice)) > 0:
+            return None
+        for least, tier_of in zip(self.least, choice, strict=True):
+            counts = tier_of.bincount(minlength=len(self.tiers)).tolist()[: self.last]
+            if any(n and (needed is None or n < needed) for n, needed in zip(counts, least, strict=True)):
+                return None
+        return choice
 
     def fractional_bound(self) -> float:
         """What neurons that can be cut could reach, with no synchronisation minimum and all fast tiers as one."""
-        impact, owner = self.flat
-        limits = [capacity for capacity in self.fast_capacity if capacity is not None]
-        if len(limits) < len(self.fast_capacity):
+        usable = [b for b, least in enumerate(self.least) if any(n is not None for n in least)]
+        if not usable:
+            return 0.0
+        impact = torch.cat([self.blocks[b].impact for b in usable])
+        limits = [capacity for capacity in self.capacities[: self.last] if capacity is not None]
+        if len(limits) < self.last:
             return float(impact.sum())
-        sizes = torch.tensor(self.sizes, dtype=torch.float64)[owner]
+        each = [torch.full((self.blocks[b].neurons,), float(self.blocks[b].bytes_per_neuron)) for b in usable]
+        sizes = torch.cat(each).double()
         order = torch.argsort(impact / sizes, descending=True)
         ends = sizes[order].cumsum(0)
         share = ((sum(limits) - ends) / sizes[order] + 1).clamp(0, 1)
         return float((impact[order] * share).sum())
 
 
-def _greedy_counts(problem: _Problem) -> Tensor | None:
-    """Fills the fast tiers one after the other in order of impact. A block that ends up below the synchronisation
+def _split(choices: _Choices, orders: list[Tensor], counts: Tensor) -> list[Tensor]:
+    """The first neurons of each order on the first tier, the next on the second, and so on. `counts`: int64 [blocks,
+    fast tiers].
+    """
+    found = []
+    for block, order, row in zip(choices.blocks, orders, counts.tolist(), strict=True):
+        tiers = torch.arange(len(row) + 1).repeat_interleave(torch.tensor([*row, block.neurons - sum(row)]))
+        found.append(torch.empty(block.neurons, dtype=torch.int64).scatter_(0, order, tiers))
+    return found
+
+
+# Greedy
+
+
+def _greedy(choices: _Choices, worth: Sequence[Tensor]) -> list[Tensor] | None:
+    """Fills the fast tiers one after the other in order of `worth`. A block that ends up below the synchronisation
     minimum leaves the tier, the weaker half of such blocks at a time, and the room is filled again. None where the last
     tier cannot hold the rest.
     """
-    impact, owner = problem.flat
-    owner = owner[torch.argsort(impact, descending=True, stable=True)]
-    sizes = torch.tensor(problem.sizes)
-    counts = torch.zeros(len(problem.blocks), len(problem.fast_capacity), dtype=torch.int64)
-    for tier, capacity in enumerate(problem.fast_capacity):
-        least = torch.tensor([0 if minimum[tier] is None else minimum[tier] for minimum in problem.minimum])
-        allowed = torch.tensor([minimum[tier] is not None for minimum in problem.minimum])
+    sizes = torch.tensor([block.bytes_per_neuron for block in choices.blocks])
+    shared = sum(block.shared_bytes for block in choices.blocks)
+    lengths = torch.tensor([block.neurons for block in choices.blocks])
+    owner = torch.arange(len(choices.blocks)).repeat_interleave(lengths)
+    owner = owner[torch.argsort(torch.cat(list(worth)), descending=True, stable=True)]
+    gained = [
+        torch.cat((torch.zeros(1, dtype=torch.float64), torch.sort(w, descending=True).values.cumsum(0))) for w in worth
+    ]
+    counts = torch.zeros(len(choices.blocks), choices.last, dtype=torch.int64)
+    for tier in range(choices.last):
+        needed = [least[tier] for least in choices.least]
+        allowed = torch.tensor([n is not None for n in needed])
+        least = torch.tensor([n or 0 for n in needed])
+        limit = choices.capacities[tier]
         while True:
-            filled = _fill(owner[allowed[owner]], sizes, capacity)
+            room = None if limit is None else max(0, limit - shared)
+            filled = _fill(owner[allowed[owner]], sizes, room)
             short = torch.nonzero((filled > 0) & (filled < least)).flatten().tolist()
             if not short:
                 break
             taken = counts.sum(1)
-            short.sort(key=lambda b: float(problem.gained[b][taken[b] + filled[b]] - problem.gained[b][taken[b]]))
+            short.sort(key=lambda b: float(gained[b][taken[b] + filled[b]] - gained[b][taken[b]]))
             allowed[short[: (len(short) + 1) // 2]] = False
         counts[:, tier] = filled
         owner = _drop_first(owner, filled)
-    return counts if problem.is_allowed(counts) else None
+    orders = [torch.argsort(of_block, descending=True, stable=True) for of_block in worth]
+    return choices.allowed(_split(choices, orders, counts))
 
 
 def _fill(owner: Tensor, sizes: Tensor, capacity: int | None) -> Tensor:
@@ -363,110 +350,3 @@ def _drop_first(owner: Tensor, counts: Tensor) -> Tensor:
     starts = lengths.cumsum(0) - lengths
     rank = torch.empty_like(owner).scatter_(0, order, torch.arange(len(owner)) - starts[owner[order]])
     return owner[rank >= counts[owner]]
-
-
-@functools.cache
-def _silence_highs() -> None:
-    """highspy prints a line on standard output when a process makes its first solver, before any option can forbid
-    it.
-    """
-    sys.stdout.flush()
-    kept = os.dup(1)
-    try:
-        with Path(os.devnull).open("wb") as nowhere:
-            os.dup2(nowhere.fileno(), 1)
-        importlib.import_module("highspy").Highs()
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
-
-
-def _program_counts(problem: _Problem, seconds: float) -> tuple[str, str, Tensor | None, float]:
-    """Builds and solves the integer program: status, the solver's name, counts (None where there are none to trust),
-    and a bound on the objective of any choice.
-    """
-    solver = pulp.HiGHS(msg=False, timeLimit=seconds, gapRel=RELATIVE_GAP)
-    if solver.available():
-        _silence_highs()
-    else:
-        solver = pulp.PULP_CBC_CMD(msg=False, timeLimit=seconds, gapRel=RELATIVE_GAP)
-    program, on_tier, scale, slack = _build_program(problem)
-    try:
-        program.solve(solver)
-    except pulp.PulpSolverError as error:
-        return f"failed: {error}", solver.name, None, math.inf
-    if program.status == pulp.LpStatusInfeasible:
-        return "infeasible", solver.name, None, math.inf
-    if program.status != pulp.LpStatusOptimal:
-        return pulp.LpStatus[program.status], solver.name, None, math.inf
-    counts = torch.zeros(len(problem.blocks), len(problem.fast_capacity), dtype=torch.int64)
-    for (block, tier), variable in on_tier.items():
-        counts[block, tier] = round(variable.value())
-    # The solver works to a tolerance; budgets do not.
-    if not problem.is_allowed(counts):
-        return "its answer breaks a constraint", solver.name, None, math.inf
-    if program.sol_status == pulp.LpSolutionOptimal:
-        # CBC gives an objective without variables no value
-        status, value = "optimal", (pulp.value(program.objective) or 0.0) * (1 + RELATIVE_GAP)
-    elif solver.name == "HiGHS":  # which minimises the negated objective
-        status, value = "feasible", -program.solverModel.getInfo().mip_dual_bound
-    else:
-        status, value = "feasible", math.inf
-    # A program worth nothing has no block that could use a fast tier, and then the polylines hide nothing.
-    return status, solver.name, counts, value * scale + slack if value > 0 else 0.0
-
-
-def _corners(impact: Tensor, group_size: int) -> Tensor:
-    """Where the groups of a block begin and end (int64, from 0 to neurons), for `impact` in falling order: they share
-    the square root of its steps evenly, which is what brings a polyline nearest to a smooth curve. Small groups where
-    impact falls fast, large ones where it hardly differs; one neuron each in a small block.
-    """
-    neurons = len(impact)
-    groups = min(max(math.ceil(neurons / group_size), MIN_GROUPS), MAX_GROUPS)
-    if groups >= neurons:
-        return torch.arange(neurons + 1)
-    bend = (impact[:-1] - impact[1:]).sqrt().cumsum(0)
-    inner = torch.searchsorted(bend, torch.linspace(0, float(bend[-1]), groups + 1, dtype=torch.float64)[1:-1]) + 1
-    return torch.unique(torch.cat((torch.tensor([0, neurons]), inner.clamp(max=neurons - 1))))
-
-
-def _build_program(problem: _Problem) -> tuple[pulp.LpProblem, dict[tuple[int, int], pulp.LpVariable], float, float]:
-    """The program, its count variables by (block, fast tier), the impact that one unit of its objective stands for, and
-    the most by which its polylines lie below the true impact, all blocks together.
-    """
-    program = pulp.LpProblem("placement", pulp.LpMaximize)
-    # Objective coefficients around 1 and bytes in units of their common divisor keep the numbers small, and the bytes
-    # exact.
-    scale = float(torch.cat(problem.impact).mean()) or 1.0
-    unit = math.gcd(*problem.sizes)
-    slack = 0.0
-    objective, on_tier = [], {}
-    for b, (block, impact, gained) in enumerate(zip(problem.blocks, problem.impact, problem.gained, strict=True)):
-        usable = [(t, least) for t, least in enumerate(problem.minimum[b]) if least is not None]
-        if not usable:
-            continue
-        corners = _corners(impact, problem.group_size)
-        rises = gained[corners].diff()
-        slopes = rises / corners.diff()
-        pieces = [(pulp.LpVariable(f"g{b}_{g}", 0, size), 1) for g, size in enumerate(corners.diff().tolist())]
-        objective += [(piece, slope / scale) for (piece, _), slope in zip(pieces, slopes.tolist(), strict=True)]
-        polyline = torch.cat((torch.zeros(1, dtype=torch.float64), slopes.repeat_interleave(corners.diff()).cumsum(0)))
-        slack += float((gained - polyline).max())
-        for t, least in usable:
-            count = pulp.LpVariable(f"n{b}_{t}", 0, block.neurons, pulp.LpInteger)
-            on_tier[b, t] = count
-            pieces.append((count, -1))
-            if least > 1:
-                used = pulp.LpVariable(f"z{b}_{t}", cat=pulp.LpBinary)
-                program += pulp.LpAffineExpression([(count, 1), (used, -least)]) >= 0
-                program += pulp.LpAffineExpression([(count, 1), (used, -block.neurons)]) <= 0
-        program += pulp.LpAffineExpression(pieces) == 0
-    program.setObjective(pulp.LpAffineExpression(objective))
-    for t, capacity in enumerate(problem.fast_capacity):
-        if capacity is not None:
-            row = [(count, problem.sizes[b] // unit) for (b, tier), count in on_tier.items() if tier == t]
-            program += pulp.LpAffineExpression(row) <= capacity // unit
-    if problem.last_capacity is not None:
-        row = [(count, problem.sizes[b] // unit) for (b, _), count in on_tier.items()]
-        program += pulp.LpAffineExpression(row) >= -((problem.last_capacity - problem.neuron_bytes) // unit)
-    return program, on_tier, scale, slack

@@ -58,8 +58,10 @@ class WeightFormat:
 class Tier:
     """A place where neurons live and are computed.
 
-    `budget` is in bytes, None for no limit. `bandwidth` is the read bandwidth in bytes per second and `sync_seconds`
-    what it costs once per block to hand activations over and merge the result; both feed the cost model only.
+    `budget` is in bytes, None for no limit. The rest feeds the cost model only: `bandwidth`, at which weights are read,
+    in bytes per second; `sync_seconds`, what it costs once per block to hand activations over and merge the result;
+    `launch_seconds`, what a block's part costs however little it reads; `flops`, multiplications and additions per
+    second in products with many activation rows; `copy_bandwidth`, at which weights come from the host's memory.
     """
 
     name: str
@@ -67,16 +69,21 @@ class Tier:
     budget: int | None = None
     bandwidth: float = 10e9
     sync_seconds: float = 0.0
+    launch_seconds: float = 0.0
+    flops: float = 1e11
+    copy_bandwidth: float = 1e10
 
     def __post_init__(self) -> None:
         if self.device.type == "meta":
             raise ValueError(f"tier {self.name!r}: device must be one that holds data, got meta")
         if self.budget is not None and self.budget < 0:
             raise ValueError(f"tier {self.name!r}: budget must be >= 0 bytes or None, got {self.budget}")
-        if not self.bandwidth > 0:
-            raise ValueError(f"tier {self.name!r}: bandwidth must be > 0 bytes per second, got {self.bandwidth}")
-        if not self.sync_seconds >= 0:
-            raise ValueError(f"tier {self.name!r}: sync_seconds must be >= 0, got {self.sync_seconds}")
+        for name in ("bandwidth", "flops", "copy_bandwidth"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"tier {self.name!r}: {name} must be > 0 per second, got {getattr(self, name)}")
+        for name in ("sync_seconds", "launch_seconds"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"tier {self.name!r}: {name} must be >= 0, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True)
