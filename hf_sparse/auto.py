@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel
 
-from hf_sparse.modeling import HybridBlock, Placement, Tier, WeightFormat, family_of, hybrid_blocks, swap_blocks
+from hf_sparse.modeling import Placement, Tier, WeightFormat, family_of, hybrid_blocks, swap_blocks
 
 from .calibration import calibrate
 from .checkpoint import open_checkpoint
@@ -22,9 +22,8 @@ from .gguf_header import read_gguf_header
 from .hardware import find_tiers
 from .log import logger, show_progress_messages
 from .model import PLAN_FOLDER, SparseMixin, as_sparse, block_neurons, model_fingerprint
-from .placement import PlacementBlock, solve_placement
-from .plan import BlockProfile, PlacementPlan, PlanError, PlanKey
-from .plan_store import load_placement, placement_key, plan_directory, plan_lock, save_or_warn, save_placement
+from .plan import PlacementPlan, PlanError, PlanKey
+from .plan_store import plan_directory, plan_lock, save_or_warn
 from .weights import load_weights, skeleton, take_dtype_of
 
 HUB_ARGUMENTS = (
@@ -38,6 +37,7 @@ HUB_ARGUMENTS = (
     "variant",
 )
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+CACHE_TOKENS = 2048
 ALWAYS_SO = ("low_cpu_mem_usage", "weights_only")
 CALIBRATION_ARGUMENTS = (
     "max_perplexity_increase",
@@ -71,6 +71,7 @@ class SparseAutoModelForCausalLM:
         device_map: Any = None,
         output_loading_info: bool = False,
         cache_dtype: str | None = None,
+        cache_tokens: int | None = None,
         **kwargs: Any,
     ) -> Any:
         """Loads a checkpoint, quantizes it tensor by tensor, calibrates on first load, and places every neuron.
@@ -86,6 +87,8 @@ class SparseAutoModelForCausalLM:
             tiers: explicit `Tier`s instead of the devices found, the CPU last; a second CPU tier rehearses a GPU.
             gguf_file: name of a GGUF file in the directory or repository.
             cache_dtype: "int8", "bf16" or "fp32": what keys and values are cached in; None: the model's dtype.
+            cache_tokens: of how many tokens a budget leaves room for keys and values; None: 2,048, or the model's
+                positions where those are fewer.
             device_map: "auto", "cpu" or None are understood; placement is the plan's.
             max_perplexity_increase, calibration_texts, calibration_tokens, calibration_seed: see `SparseConfig`.
             low_cpu_mem_usage, weights_only: accepted, for they are always so: weights are streamed, never unpickled.
@@ -106,7 +109,8 @@ class SparseAutoModelForCausalLM:
         show_progress_messages()
         name = os.fspath(pretrained_model_name_or_path)
         given = {key: kwargs.pop(key) for key in CALIBRATION_ARGUMENTS if key in kwargs}
-        options = SparseConfig(gpu_budget=gpu_budget, tiers=None if tiers is None else tuple(tiers), **given)
+        tiers = None if tiers is None else tuple(tiers)
+        options = SparseConfig(gpu_budget=gpu_budget, tiers=tiers, cache_tokens=cache_tokens, **given)
         hub = {key: kwargs.pop(key) for key in HUB_ARGUMENTS if key in kwargs}
         variant = hub.pop("variant", None)  # of the weights alone
         dtype = kwargs.pop("torch_dtype", None) if dtype is None else dtype
@@ -161,7 +165,10 @@ class SparseAutoModelForCausalLM:
                     tokenizer = _tokenizer(name, gguf_file, trust_remote_code, hub, checkpoint.directory)
                     found = calibrate(sparse, tokenizer, options, key, directory)
                     sparse.plan_directory = directory if save_or_warn(found, directory) else None
-        _place(sparse, found, options, directory)
+        sparse.use_plan(found)
+        sparse.given_tiers, sparse.placements_directory = options.tiers, directory
+        sparse.cache_tokens = _cache_tokens(options, sparse.config)
+        sparse.solve(options.tiers or find_tiers(options.gpu_budget))
         return (sparse, info) if output_loading_info else sparse
 
 
@@ -267,6 +274,13 @@ def _tokenizer(
 # The plan, and every neuron to its tier
 
 
+def _cache_tokens(options: SparseConfig, config: Any) -> int:
+    if options.cache_tokens is not None:
+        return options.cache_tokens
+    positions = getattr(config, "max_position_embeddings", None)
+    return min(CACHE_TOKENS, positions) if isinstance(positions, int) else CACHE_TOKENS
+
+
 def _everything_on_the_cpu(model: SparseMixin) -> Placement:
     zeros = {id: torch.zeros(count, dtype=torch.int64) for id, count in block_neurons(model).items()}
     return Placement((Tier("cpu"),), zeros)
@@ -307,36 +321,3 @@ def _find_plan(source: Path, model: SparseMixin, key: PlanKey, settings_matter: 
     logger.info("Using the plan in %s", source)
     model.plan_directory = source
     return plan
-
-
-def _place(model: SparseMixin, plan: PlacementPlan, options: SparseConfig, directory: Path) -> None:
-    tiers = options.tiers or find_tiers(options.gpu_budget)
-    model.use_plan(plan, tiers[0].device)
-    blocks = [_placement_block(block, plan.blocks[block.id]) for block in hybrid_blocks(model)]
-    resident_bytes = model.resident_bytes()
-    key = placement_key(blocks, tiers, resident_bytes)
-    solution = load_placement(directory, key, tiers, block_neurons(model))
-    if solution is None or not _fits(solution.placement, blocks, resident_bytes):
-        solution = solve_placement(blocks, tiers, resident_bytes)
-        save_placement(directory, key, solution)
-    model.place(solution.placement)
-
-
-def _fits(placement: Placement, blocks: list[PlacementBlock], resident_bytes: int) -> bool:
-    """Whether a placement that was read from a file keeps the budgets, whatever the file says of itself."""
-    for position, tier in enumerate(placement.tiers):
-        used = sum(block.bytes_per_neuron * int((placement.assignment[block.id] == position).sum()) for block in blocks)
-        used += resident_bytes if position == 0 else 0
-        if tier.budget is not None and used > tier.budget:
-            logger.warning("The saved placement puts %d bytes on %s, over its budget; solving anew.", used, tier.name)
-            return False
-    return True
-
-
-def _placement_block(block: HybridBlock, profile: BlockProfile) -> PlacementBlock:
-    """A neuron is worth the bytes that it makes its tier read for a token; among equals, what it contributes
-    decides.
-    """
-    size, active = block.bytes_per_neuron(), profile.active_fraction.double()
-    contribution = profile.impact.double() / profile.impact.max().clamp_min(1e-30)
-    return PlacementBlock(block.id, size, size * (active + 1e-3 * contribution), active)

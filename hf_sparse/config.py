@@ -185,6 +185,8 @@ class SparseConfig:
     completed by the model.
     `calibration_tokens`: tokens to calibrate on. `calibration_seed`: of every random choice in calibration.
     `tiers`: explicit tiers in place of the devices found, for a rehearsal; `gpu_budget` must then be None.
+    `cache_tokens`: of how many tokens a budget leaves room for keys and values; None: what the model has positions for,
+    2,048 at most.
     """
 
     gpu_budget: int | str | Mapping[str, int | str] | None = None
@@ -194,6 +196,7 @@ class SparseConfig:
     calibration_tokens: int = 8192
     calibration_seed: int = 0
     tiers: tuple[Tier, ...] | None = None
+    cache_tokens: int | None = None
 
     def __post_init__(self) -> None:
         self._check_budget()
@@ -213,6 +216,8 @@ class SparseConfig:
             value = getattr(self, name)
             if type(value) is not int or not least <= value < 2**63:
                 raise ValueError(f"{name}: got {value!r}, allowed are integers from {least} to 2**63 - 1")
+        if self.cache_tokens is not None and (type(self.cache_tokens) is not int or self.cache_tokens < 0):
+            raise ValueError(f"cache_tokens: got {self.cache_tokens!r}, allowed are None and integers >= 0")
         self._check_texts()
         if self.tiers is not None:
             self._check_tiers(self.tiers)

@@ -130,10 +130,3 @@ def token_time(blocks: Sequence[PlacementBlock], placement: Placement) -> TokenT
         home = lies_on_the_last
     return TokenTime(times, changes * placement.tiers[0].sync_seconds / 2)
 
-
-def streams_weights(tokens: int, nbytes: int, weights: int, fast: Tier, slow: Tier) -> bool:
-    """Whether a prompt of `tokens` is through sooner where `weights` numbers that live on `slow`, in `nbytes`, are
-    copied to `fast` and multiplied there than where they are multiplied in place.
-    """
-    operations = 2 * tokens * weights
-    return nbytes / fast.copy_bandwidth + operations / fast.flops < operations / slow.flops

@@ -27,7 +27,6 @@ from hf_sparse.modeling import (
     NotUsual,
     PackedHead,
     PagedCacheLayer,
-    Placement,
     SkipRule,
     engine_of,
     family_of,
@@ -40,8 +39,8 @@ from hf_sparse.modeling import (
 from .checkpoint import Checkpoint, open_checkpoint
 from .generation import decode_alone, decodes_alone, is_watched
 from .log import logger, warn_once
+from .placed import PlacedMixin
 from .plan import PlacementPlan
-from .report import PlacementSummary, summarize_placement
 
 PLAN_FOLDER = "hf_sparse_plan"
 # Arguments of forward() with which a decode step may be computed natively: any value, and those listed.
@@ -66,34 +65,21 @@ PUSH_ARGUMENTS = (
 )
 
 
-class SparseMixin(PreTrainedModel, GenerationMixin):
+class SparseMixin(PlacedMixin, GenerationMixin):
     """Added to the class of a model that `SparseAutoModelForCausalLM` loads."""
 
     plan: PlacementPlan
-    placement: Placement
-    cache_dtype: torch.dtype | None = None  # of keys and values in generate(); None: the model's
     _engine: Engine | None = None
-    _engine_tried = False
     plan_directory: Path | None  # where the plan is kept; None where it could not be written
 
-    def use_plan(self, plan: PlacementPlan, device: torch.device) -> None:
-        """Gives every block its rule and its predictor, which lies on `device`. `plan` must have passed
-        `check_model`.
-        """
-        predictors = {id: planned.build(device) for id, planned in plan.predictors.items()}
+    def use_plan(self, plan: PlacementPlan) -> None:
+        """Gives every block its rule and its predictor. `plan` must have passed `check_model`."""
+        predictors = {id: planned.build(torch.device("cpu")) for id, planned in plan.predictors.items()}
         for block in hybrid_blocks(self):
             block.rule = plan.rules.get(block.id, SkipRule())
             block.reset_counters()
             block.predictor = predictors.get(block.id)
         self.plan = plan
-        self._engine_tried = False
-
-    def place(self, placement: Placement) -> None:
-        """Moves every neuron to its tier, and what is not a neuron to the primary one."""
-        PreTrainedModel.to(self, placement.tiers[0].device)
-        for block in hybrid_blocks(self):
-            block.place(placement.tiers, placement.assignment[block.id])
-        self.placement = placement
         self._engine_tried = False
 
     # Decoding natively
@@ -178,27 +164,6 @@ class SparseMixin(PreTrainedModel, GenerationMixin):
             if not paged and self.cache_dtype is not None:
                 warn_once(f"cache_dtype {self.cache_dtype} is not used: a cache of this kind keeps the model's dtype")
         return result
-
-    def resident_bytes(self) -> int:
-        """Bytes that lie on the primary tier whatever the placement: embeddings, norms, lm_head, output biases,
-        predictors. A tensor that is tied counts once.
-        """
-        tensors: dict[int, Tensor] = {}
-        predictors = 0
-        head = self.get_output_embeddings()
-        if isinstance(head, PackedHead):
-            tensors.update({id(tensor): tensor for tensor in head.matrix.tensors().values()})
-        for module in self.modules():
-            own = [*module._parameters.values(), *module._buffers.values()]
-            if isinstance(module, HybridBlock):
-                own.append(module.output_bias)
-                predictors += 0 if module.predictor is None else module.predictor.nbytes
-            tensors.update({id(t): t for t in own if t is not None})
-        return predictors + sum(t.numel() * t.element_size() for t in tensors.values())
-
-    def placement_summary(self) -> PlacementSummary:
-        """Neurons and bytes on each tier; prints as a table."""
-        return summarize_placement(list(hybrid_blocks(self)), self.placement, self.resident_bytes())
 
     def active_fraction(self) -> float | None:
         """Share of MLP neurons that were computed for the tokens to which rules applied, since the last
@@ -334,11 +299,11 @@ class SparseMixin(PreTrainedModel, GenerationMixin):
 
     def get_memory_footprint(self, return_buffers: bool = True) -> int:
         """Bytes of the model on all tiers."""
-        return self.resident_bytes() + sum(shard.nbytes for block in hybrid_blocks(self) for shard in block.shards)
+        return sum(tier.nbytes for tier in self.placement_summary().tiers)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         state = {**self.__dict__, "_engine": None, "_engine_tried": False}  # addresses mean nothing elsewhere
-        return _bare_model, (type(self).__mro__[2],), state
+        return _bare_model, (type(self).__bases__[1],), state
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:
@@ -372,7 +337,7 @@ def _with_native_steps(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)  # generate() and others read its signature
     def with_native_steps(self: SparseMixin, *args: Any, **kwargs: Any) -> Any:
         step = self._native_step(*args, **kwargs)
-        return forward(self, *args, **kwargs) if step is None else step
+        return self.forward_with_room(forward, *args, **kwargs) if step is None else step
 
     return with_native_steps
 

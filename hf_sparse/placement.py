@@ -4,7 +4,6 @@ of a token, each beside greedy choices under the same budgets.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ class Solution:
     `goal`: "time" (least seconds per token by the cost model) or "impact" (the paper's: most impact on the fast
     tiers). `value` is what was reached of it, `bound` what no placement within the same constraints surpasses, `gap`
     the distance from one to the other, relative to the larger. `greedy_value`: what filling the tiers in order of
-    impact reaches (NaN where that finds no placement). `status`: "optimal" (the program was solved, or the bound
+    impact reaches (None where that finds no placement). `status`: "optimal" (the program was solved, or the bound
     is as near), "feasible" (the time was up: the best found), "greedy" (the solver gave nothing of use, or nothing
     better) or "single tier" (nothing to solve). `seconds`: time to solve. `solver`: its name. `token_seconds`: the cost
     model's time for one token. `fast_impact`: share of all impact that lies on the fast tiers.
@@ -42,7 +41,7 @@ class Solution:
     value: float
     bound: float
     gap: float
-    greedy_value: float
+    greedy_value: float | None
     seconds: float
     solver: str
     token_seconds: float
@@ -128,7 +127,7 @@ def _solution(
     seconds: float,
 ) -> Solution:
     impact, token_seconds = choices.impact(best), choices.token_seconds(best)
-    greedy_value = math.nan
+    greedy_value: float | None = None
     if goal == "time":
         value, bound = token_seconds, min(max(answer.bound, 0.0), token_seconds)
         if greedy is not None:

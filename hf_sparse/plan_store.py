@@ -23,8 +23,9 @@ from torch import Tensor
 
 from hf_sparse.modeling import BlockId, Placement, Tier
 
+from .cost_model import PlacementBlock
 from .log import logger, warn_once
-from .placement import PlacementBlock, Solution
+from .placement import Solution
 from .plan import (
     PLAN_JSON,
     JsonReader,
@@ -40,9 +41,9 @@ from .plan import (
 )
 
 PLAN_FOLDER = "hf_sparse_plan"
-_FORMAT_VERSION = 1
-_FIGURES = ("objective", "bound", "gap", "greedy_objective", "seconds", "token_seconds")
-_TEXTS = ("status", "solver")
+_FORMAT_VERSION = 2
+_FIGURES = ("value", "bound", "gap", "seconds", "token_seconds", "fast_impact")
+_TEXTS = ("goal", "status", "solver")
 
 
 def plan_directory(
@@ -143,10 +144,12 @@ def placement_key(blocks: Sequence[PlacementBlock], tiers: Sequence[Tier], resid
     """
     digest = hashlib.sha256()
     for block in blocks:
-        digest.update(f"{block.id} {block.bytes_per_neuron} {block.neurons};".encode())
-        digest.update(torch.cat((block.impact, block.active_fraction)).numpy().tobytes())
+        digest.update(f"{block.id} {block.bytes_per_neuron} {block.neurons} {block.shared_bytes};".encode())
+        digest.update(torch.cat((block.impact, block.read_bytes)).numpy().tobytes())
     for tier in tiers:
-        digest.update(f"{tier.name} {tier.device} {tier.budget} {tier.bandwidth:.1e} {tier.sync_seconds:.1e};".encode())
+        speeds = (tier.bandwidth, tier.sync_seconds, tier.launch_seconds)
+        figures = " ".join(f"{figure:.1e}" for figure in speeds)
+        digest.update(f"{tier.name} {tier.device} {tier.budget} {figures};".encode())
     digest.update(str(resident_bytes).encode())
     return digest.hexdigest()
 
@@ -163,6 +166,7 @@ def save_placement(directory: Path, key: str, solution: Solution) -> bool:
     figures = {name: getattr(solution, name) for name in (*_FIGURES, *_TEXTS)}
     fields = {
         **figures,
+        "greedy_value": solution.greedy_value,
         "format_version": _FORMAT_VERSION,
         "key": key,
         "tiers": [tier.name for tier in solution.placement.tiers],
@@ -194,6 +198,9 @@ def _read_placement(path: Path, key: str, tiers: tuple[Tier, ...], neurons: Mapp
         if (got := read.value(name, type(expected))) != expected:
             raise PlanError(path, name, got, repr(expected))
     figures = {name: read.value(name, float) for name in _FIGURES} | {name: read.value(name, str) for name in _TEXTS}
+    greedy = read.fields.get("greedy_value")
+    if greedy is not None:
+        greedy = read.value("greedy_value", float)
     assignment = {}
     for id, count in neurons.items():
         tier_of = check_tensor(take(tensors, path, str(id)), (torch.uint8,), [count], path, str(id))
@@ -202,4 +209,4 @@ def _read_placement(path: Path, key: str, tiers: tuple[Tier, ...], neurons: Mapp
         assignment[id] = tier_of.long()
     if tensors:
         raise PlanError(path, sorted(tensors)[0], "a tensor of that name", "only blocks that the model has")
-    return Solution(placement=Placement(tiers, assignment), **figures)
+    return Solution(placement=Placement(tiers, assignment), greedy_value=greedy, **figures)

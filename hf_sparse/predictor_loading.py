@@ -75,7 +75,7 @@ def load_predictors(
         planned[id] = dataclasses.replace(made, nbytes=made.build(torch.device("cpu")).nbytes)
     rules = model.plan.rules | dict.fromkeys(planned, SkipRule("predicted"))
     plan = dataclasses.replace(model.plan, rules=rules, predictors=model.plan.predictors | planned)
-    model.use_plan(plan, model.device)
+    model.use_plan(plan)
     logger.info("Using the predictors in %s", folder)
 
 

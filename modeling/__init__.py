@@ -5,10 +5,11 @@ if __name__ != "hf_sparse.modeling":  # a second name would make a second copy o
 
 from .attention import HybridAttention
 from .block import BlockShape, HybridBlock
-from .cache import TieredCacheLayer
+from .cache import TieredCacheLayer, layer_lengths, take_back
 from .engine import Engine, NotUsual
 from .families import FAMILIES, engine_of, family_of, has_exact_zeros, hybrid_blocks, swap_blocks
 from .head import PackedHead
+from .homes import layer_homes, move, settle_layers, settle_part
 from .mlp import HybridMLP
 from .neurons import BlockId, BlockKind, Placement, Tier, WeightFormat
 from .paged_cache import PagedCacheLayer, use_pages
@@ -24,6 +25,7 @@ from .rules import (
     skipping,
     skipping_mode,
 )
+from .tiers import SimulatedTier, streams_weights
 
 __all__ = [
     "FAMILIES",
@@ -40,6 +42,7 @@ __all__ = [
     "Place",
     "Placement",
     "Predictor",
+    "SimulatedTier",
     "SkipRule",
     "Skipping",
     "Tier",
@@ -50,11 +53,18 @@ __all__ = [
     "gives_exact_zeros",
     "has_exact_zeros",
     "hybrid_blocks",
+    "layer_homes",
+    "layer_lengths",
     "magnitude",
+    "move",
     "note_forward",
     "rules_apply",
+    "settle_layers",
+    "settle_part",
     "skipping",
     "skipping_mode",
+    "streams_weights",
     "swap_blocks",
+    "take_back",
     "use_pages",
 ]

@@ -24,10 +24,10 @@ from hf_sparse.quantization import (
 )
 
 from .block import FEW_ROWS, BlockSpec, HybridBlock, Shard, union
-from .cache import TierCacheView
+from .cache import TierCacheView, settle_cache
 from .predictor import Predictor
 from .rules import Place, RuleKind
-from .tiers import merge, run_side_by_side, to_device
+from .tiers import HandedOver, all_to_device, merge
 
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads")
 CACHE_NAMES = ("cache", "layer_past", "past_key_values")
@@ -48,12 +48,14 @@ class NeuronLinear(nn.Module):
         bias: Tensor | None,
         writes: bool,
         block: HybridBlock,
+        shard: Shard,
         place: Place | None,
         positions: Tensor | None,
     ) -> None:
         super().__init__()
         self.matrix, self.bias, self.writes, self.place, self.positions = matrix, bias, writes, place, positions
         self.compute_dtype = block.weights.compute_dtype
+        self.shard = shard
         self._block = (block,)  # in a tuple: it must not become a child
 
     def forward(self, x: Tensor) -> Tensor:
@@ -63,7 +65,7 @@ class NeuronLinear(nn.Module):
             if (heads := _computed_heads.get()) is not None:
                 of_heads = heads.repeat_interleave(self.matrix.rows // heads.shape[1], dim=1)
                 within, rows = (of_heads, None) if self.writes else (None, of_heads)
-            flat, kept = block.seen(self.place, flat, block.rule_now(), self.positions, within)
+            flat, kept = block.seen(self.place, flat, block.rule_now(), self.positions, within, self.shard)
             if kept is not None and len(flat) <= FEW_ROWS and block.probe is None:
                 index = union(kept)
         if isinstance(self.matrix, InputMatrix):
@@ -128,10 +130,24 @@ class HybridAttention(HybridBlock):
         """One matrix for q, k and v is read whole; where heads are predicted q is read by head."""
         return self.places if self.skips_inputs_of and kind != "predicted" else ("output",)
 
-    def read_share_of(self, name: str, matrix: NeuronMatrix | InputMatrix) -> float:
+    def cache_bytes_per_token(self, dtype: torch.dtype) -> int:
+        """What keys and values of one neuron (a KV group) take in a cache of `dtype`; int8 has a scale per head."""
+        module, config = self._template[0], getattr(self._template[0], "config", None)
+        heads = getattr(config, "num_attention_heads", None) or module.num_heads
+        head_dim = getattr(module, "head_dim", None) or self.width_of("output") // heads
+        cached = self._cached_heads(config, heads)
+        scales = 4 if dtype == torch.int8 else 0
+        return -(-2 * cached // self.neurons) * (head_dim * dtype.itemsize + scales)
+
+    def _cached_heads(self, config: Any, heads: int) -> int:
+        if getattr(config, "model_type", None) == "falcon":  # which repeats keys for each query head
+            return heads if config.new_decoder_architecture or not config.multi_query else 1
+        return getattr(config, "num_key_value_heads", None) or heads
+
+    def read_share_of(self, name: str, matrix: NeuronMatrix | InputMatrix, counters: Tensor | None = None) -> float:
         if name == "q_proj" and self.predictor_in_use is not None:
             return self.kept("heads")
-        return super().read_share_of(name, matrix)
+        return super().read_share_of(name, matrix, counters)
 
     @property
     def predictor_in_use(self) -> Predictor | None:
@@ -144,7 +160,7 @@ class HybridAttention(HybridBlock):
             return None
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         heads = predictor.active(x, self.weights.compute_dtype)
-        self.count("heads", int(heads.sum()), heads.numel())
+        self.count("heads", heads, heads.numel())
         return heads
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -166,7 +182,7 @@ class HybridAttention(HybridBlock):
             if projection.writes and len(shard.neurons) < self.neurons:
                 positions = projection.stored_rows(shard.neurons.cpu(), self.neurons).to(shard.tier.device)
             module._modules[name] = NeuronLinear(
-                shard.matrices[name], shard.biases.get(name), projection.writes, self, place, positions
+                shard.matrices[name], shard.biases.get(name), projection.writes, self, shard, place, positions
             )
         if len(shard.neurons) < self.neurons:
             narrow = lambda count: count * len(shard.neurons) // self.neurons  # noqa: E731
@@ -191,11 +207,12 @@ class HybridAttention(HybridBlock):
     ) -> tuple[Tensor, Tensor | None]:
         """`residual` is added for families whose attention does so itself (Bloom)."""
         heads = self._heads(hidden_states)
-        results = run_side_by_side(
-            list(enumerate(self.shards)),
-            lambda item: self._partial(item[0], item[1], hidden_states, residual, heads, kwargs),
-            lambda item: item[1].tier.device,
-        )
+        for name in CACHE_NAMES:
+            if kwargs.get(name) is not None:
+                parts = [(shard.neurons, shard.tier.device) for shard in self.shards]
+                settle_cache(kwargs[name], self.id.layer, parts)
+        given = HandedOver(hidden_states, [shard.tier for shard in self.shards])
+        results = self.side_by_side(lambda i: self._partial(i, self.shards[i], given, residual, heads, kwargs))
         out = merge([partial for partial, _ in results], hidden_states.device)
         if self.output_bias is not None:
             out = out + self.output_bias
@@ -208,20 +225,20 @@ class HybridAttention(HybridBlock):
         self,
         tier: int,
         shard: Shard,
-        hidden_states: Tensor,
+        given: HandedOver,
         residual: Tensor | None,
         heads: Tensor | None,
         kwargs: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
         device = shard.tier.device
+        hidden_states = given.at(device)
         if heads is not None:
             heads = heads.to(device)[:, self._query_heads(shard, heads.shape[1])]
-        kwargs = {name: to_device(value, device) for name, value in kwargs.items()}
+        kwargs = {name: all_to_device(value, device) for name, value in kwargs.items()}
         if len(self.shards) > 1:
-            groups = [s.neurons for s in self.shards]
             for name in CACHE_NAMES:
                 if kwargs.get(name) is not None:
-                    kwargs[name] = TierCacheView(kwargs[name], tier, groups)
+                    kwargs[name] = TierCacheView(kwargs[name], tier)
             if kwargs.get("alibi") is not None:
                 kwargs["alibi"] = self._alibi_of(shard, kwargs["alibi"], hidden_states.shape[0])
             mask = kwargs.get("attention_mask")
@@ -231,7 +248,7 @@ class HybridAttention(HybridBlock):
             kwargs["residual"] = torch.zeros((), device=device)
         token = _computed_heads.set(heads)
         try:
-            return self.modules_of_tiers[tier](hidden_states.to(device), **kwargs)
+            return self.modules_of_tiers[tier](hidden_states, **kwargs)
         finally:
             _computed_heads.reset(token)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,9 @@ from hf_sparse.quantization import InputMatrix, NeuronMatrix
 from .neurons import BlockId, Tier, WeightFormat
 from .predictor import Predictor
 from .rules import PLACES, Place, RuleKind, SkipRule, rules_apply
+from .tiers import run_side_by_side
 
+T = TypeVar("T")
 INDEX_BYTES = 4  # a shard keeps the model position of each of its neurons as int32
 
 
@@ -76,12 +78,17 @@ class BlockShape:
 
 @dataclass
 class Shard:
-    """The part of a block that lives on one tier. `neurons`: int32 [n], their positions in the model, ascending."""
+    """The part of a block that lives on one tier. `neurons`: int32 [n], their positions in the model, ascending.
+    `predictor`: of these neurons, on the tier. `counters`: what this part counted and the block does not yet know, on
+    the tier's device; None where it counts for the block.
+    """
 
     tier: Tier
     neurons: Tensor
     matrices: dict[str, NeuronMatrix | InputMatrix]
     biases: dict[str, Tensor]
+    predictor: Predictor | None = None
+    counters: Tensor | None = None
 
     def by_neuron(self, name: str) -> NeuronMatrix:
         matrix = self.matrices[name]
@@ -90,7 +97,9 @@ class Shard:
     @property
     def nbytes(self) -> int:
         tensors = (self.neurons, *self.biases.values())
-        return sum(m.nbytes for m in self.matrices.values()) + sum(t.numel() * t.element_size() for t in tensors)
+        predictor = 0 if self.predictor is None else self.predictor.nbytes
+        weights = sum(m.nbytes for m in self.matrices.values())
+        return weights + predictor + sum(t.numel() * t.element_size() for t in tensors)
 
 
 # (place, values [tokens, entries]) -> what the block goes on with: the values, or others of that shape. For
@@ -118,6 +127,7 @@ class HybridBlock(nn.Module):
         self.neurons, self.weights = spec.neurons, spec.weights
         self.projections = {projection.name: projection for projection in spec.projections}
         self.shards: list[Shard] = []
+        self._home = torch.device("cpu")
         self.output_bias: Tensor | None = None  # of the projection that writes: added once, after the merge
         # loaded and not placed yet: matrices and biases by projection, half-loaded packed tensors by name
         self._matrices: dict[str, NeuronMatrix] = {}
@@ -129,7 +139,7 @@ class HybridBlock(nn.Module):
         self._predictor: Predictor | None = None
         self.places = PLACES[spec.id.kind]
         self.counted: tuple[str, ...] = self.places if spec.id.kind == "mlp" else (*self.places, "heads")
-        self.counters = torch.zeros(len(self.counted), 2, dtype=torch.int64, device="cpu")  # native code adds to it
+        self._counters = torch.zeros(len(self.counted), 2, dtype=torch.int64, device="cpu")  # native code adds to it
 
     # Leaving out
 
@@ -168,6 +178,16 @@ class HybridBlock(nn.Module):
             if got != expected:
                 raise ValueError(f"{self.id} predictor: expected [inputs, scores] of {expected}, got {got}")
         self._predictor = predictor
+        self._share_predictor()
+
+    def _share_predictor(self) -> None:
+        """Every tier of an MLP gets the predictor of its own neurons, so that no list of neurons crosses."""
+        predictor = self._predictor
+        if predictor is not None and self.id.kind == "attention":  # scores all heads, where hidden states are
+            self._predictor, predictor = predictor.of(None, self._home), None
+        for shard in self.shards:
+            rows = None if len(shard.neurons) == self.neurons else shard.neurons.cpu().long()
+            shard.predictor = None if predictor is None else predictor.of(rows, shard.tier.device)
 
     @property
     def predictor_in_use(self) -> Predictor | None:
@@ -200,9 +220,11 @@ class HybridBlock(nn.Module):
         rule: SkipRule | None,
         index: Tensor | None = None,
         within: Tensor | None = None,
+        shard: Shard | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """What is computed on with of `values` [tokens, entries], and which of them stay (bool; None: all). `index`:
         the positions of the columns in the whole block, where they are not all. `within`: bool, no others stay.
+        `shard`: whose part of the block it is.
         """
         if self.probe is not None:
             values = self.probe(place, values)
@@ -211,20 +233,39 @@ class HybridBlock(nn.Module):
             kept = within if kept is None else kept & within
         if kept is None:
             return values, None
-        self.count(place, int(kept.sum()), kept.numel())
+        self.count(place, kept, kept.numel(), shard)
         return torch.where(kept, values, 0.0), kept
 
-    def count(self, what: str, kept: int, offered: int) -> None:
-        self.counters[self.counted.index(what)] += torch.tensor([kept, offered], device="cpu")
+    @property
+    def counters(self) -> Tensor:
+        """int64 [counted, 2], on the CPU; what is written to it stays."""
+        for shard in self.shards:
+            if shard.counters is not None:
+                self._counters += shard.counters.cpu()
+                shard.counters.zero_()
+        return self._counters
+
+    @counters.setter
+    def counters(self, counters: Tensor) -> None:
+        self._counters = counters
+
+    def counters_of(self, shard: Shard | None) -> Tensor:
+        """Where what `shard` leaves out is counted."""
+        return self._counters if shard is None or shard.counters is None else shard.counters
+
+    def count(self, what: str, kept: Tensor, offered: int, shard: Shard | None = None) -> None:
+        row = self.counters_of(shard)[self.counted.index(what)]
+        row[0] += kept.sum()
+        row[1] += offered
 
     def reset_counters(self) -> None:
         self.counters.zero_()
 
-    def kept(self, what: str) -> float:
-        """Share of the entries at a place, or of the heads, that were kept since the last reset; 1 where none was left
-        out.
+    def kept(self, what: str, counters: Tensor | None = None) -> float:
+        """Share of the entries at a place, or of the heads, that were kept since the last reset, or in `counters`; 1
+        where none was left out.
         """
-        kept, offered = self.counters[self.counted.index(what)].tolist()
+        kept, offered = (self.counters if counters is None else counters)[self.counted.index(what)].tolist()
         return kept / offered if offered else 1.0
 
     @property
@@ -236,17 +277,32 @@ class HybridBlock(nn.Module):
         """Of weights, per token to which rules applied since the last reset, the predictor's too; all where there was
         none.
         """
-        weights = sum(
-            self.read_share_of(name, matrix) * matrix.nbytes
-            for shard in self.shards
-            for name, matrix in shard.matrices.items()
-        )
-        return weights + (0 if self.predictor_in_use is None else self.predictor_in_use.nbytes)
+        counters = self.counters
+        return sum(self.read_bytes_of(shard, counters) for shard in self.shards)
 
-    def read_share_of(self, name: str, matrix: NeuronMatrix | InputMatrix) -> float:
+    def read_bytes_of(self, shard: Shard, counters: Tensor) -> float:
+        """As `read_bytes`, of one part, by what `counters` say."""
+        shares = (
+            (self.read_share_of(name, matrix, counters), matrix.nbytes) for name, matrix in shard.matrices.items()
+        )
+        weights = sum(share * nbytes for share, nbytes in shares)
+        predictor = self.predictor_in_use if shard.predictor is None else shard.predictor
+        return weights + (0 if self.predictor_in_use is None or predictor is None else predictor.nbytes)
+
+    def read_share_of(self, name: str, matrix: NeuronMatrix | InputMatrix, counters: Tensor | None = None) -> float:
         if isinstance(matrix, InputMatrix):
-            return self.kept("input")
-        return self.kept("output") if self.projections[name].writes else 1.0
+            return self.kept("input", counters)
+        return self.kept("output", counters) if self.projections[name].writes else 1.0
+
+    def side_by_side(self, compute: Callable[[int], T]) -> list[T]:
+        """`compute(position)` of every shard, the tiers beside each other."""
+        return run_side_by_side([shard.tier for shard in self.shards], compute, self._watch_reading)
+
+    def _watch_reading(self, position: int) -> Callable[[], float]:
+        """What says how many bytes of weights a shard read between now and the call."""
+        shard = self.shards[position]
+        before = self.counters_of(shard).clone()
+        return lambda: self.read_bytes_of(shard, self.counters_of(shard) - before)
 
     def _store(self) -> bool:
         """Brings weights whose inputs the rule leaves out into the form that skips them. Whether it changed any."""
@@ -302,18 +358,33 @@ class HybridBlock(nn.Module):
 
     def bytes_per_neuron(self) -> int:
         """What one neuron takes on the tier where it lives, exactly: its rows of every projection, their biases, its
-        index.
+        index. `foretelling_bytes` come on top.
         """
         matrices, biases, _ = self._whole()
         rows = {name: sum(p.rows) for name, p in self.projections.items()}
         weights = sum(rows[name] * matrix.nbytes // matrix.rows for name, matrix in matrices.items())
         return weights + sum(rows[name] * bias.element_size() for name, bias in biases.items()) + INDEX_BYTES
 
-    def place(self, tiers: Sequence[Tier], tier_of: Tensor) -> None:
-        """Moves each neuron to `tiers[tier_of[neuron]]`; `tier_of` is int64 [neurons]. `tiers[0]` is where hidden
-        states live.
+    def foretelling_bytes(self) -> tuple[int, int]:
+        """Of a predictor that is split like its block, what a neuron takes on its tier, and what every tier takes that
+        has any.
+        """
+        if self.id.kind != "mlp" or self._predictor is None:
+            return 0, 0
+        return self._predictor.bytes_per_score, self._predictor.fc1.nbytes
+
+    def neuron_read_bytes(self, active: Tensor) -> Tensor:
+        """float64 [neurons]: what an average token reads of each, those that are computed a share `active` of the
+        time, float64 [neurons].
+        """
+        return torch.full_like(active, self.bytes_per_neuron() - INDEX_BYTES)
+
+    def place(self, tiers: Sequence[Tier], tier_of: Tensor, home: int = 0) -> None:
+        """Moves each neuron to `tiers[tier_of[neuron]]`; `tier_of` is int64 [neurons]. `tiers[home]` is where hidden
+        states are.
         """
         matrices, biases, output_bias = self._whole()
+        self._counters = self.counters  # those of the tiers that there were are in it now
         self._matrices, self._biases = {}, {}
         shards = []
         for position, tier in enumerate(tiers):
@@ -330,9 +401,12 @@ class HybridBlock(nn.Module):
                 if name in biases:
                     bias = biases[name]
                     shard.biases[name] = (bias if rows is None else bias[rows.to(bias.device)]).to(tier.device)
+            if not whole or tier.device.type != "cpu":
+                shard.counters = torch.zeros_like(self._counters, device=tier.device)
             shards.append(shard)
-        self.shards = shards
-        self.output_bias = None if output_bias is None else output_bias.to(tiers[0].device)
+        self.shards, self._home = shards, tiers[home].device
+        self._share_predictor()
+        self.output_bias = None if output_bias is None else output_bias.to(tiers[home].device)
         self._store()
         self._placed()
 

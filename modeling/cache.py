@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from .tiers import to_device
+from .tiers import all_to_device
+
+# KV groups of one tier (int, ascending), and its device
+CachePart = tuple[Tensor, torch.device]
 
 
 class TieredCacheLayer(CacheLayerMixin):
@@ -21,18 +24,16 @@ class TieredCacheLayer(CacheLayerMixin):
     order: [batch, heads, tokens, head_dim].
     """
 
-    def __init__(self, layer: CacheLayerMixin, groups: list[Tensor]) -> None:
-        """`layer` is what the cache holds now, empty or filled; `groups[t]` are the KV groups of tier t (int,
-        ascending).
-        """
-        self.groups = [g.long().cpu() for g in groups]
-        self.parts = [_copy_without_states(layer) for _ in groups]
+    def __init__(self, layer: CacheLayerMixin, parts: Sequence[CachePart]) -> None:
+        """`layer` is what the cache holds now, empty or filled, perhaps split another way."""
+        self.groups = [groups.long().cpu() for groups, _ in parts]
+        self.parts = [_copy_without_states(layer) for _ in parts]
         self.is_sliding = getattr(layer, "is_sliding", False)
         if layer.is_initialized:
             keys, values = layer.keys, layer.values
             assert keys is not None and values is not None
-            for part, heads in zip(self.parts, self._heads(keys.shape[1]), strict=True):
-                part.keys, part.values = keys[:, heads], values[:, heads]
+            for part, heads, (_, device) in zip(self.parts, self._heads(keys.shape[1]), parts, strict=True):
+                _fill(part, keys[:, heads.to(keys.device)], values[:, heads.to(values.device)], device)
 
     def _heads(self, total: int) -> list[Tensor]:
         """Cached heads of each tier; a KV group may be cached as several (Falcon repeats keys for each query head)."""
@@ -93,7 +94,9 @@ class TieredCacheLayer(CacheLayerMixin):
 
     def _each(self, method: str, *args: Any) -> None:
         for part in self.parts:
-            getattr(part, method)(*to_device(args, part.keys.device if part.keys is not None else torch.device("cpu")))
+            getattr(part, method)(
+                *all_to_device(args, part.keys.device if part.keys is not None else torch.device("cpu"))
+            )
 
     def reset(self) -> None:
         self._each("reset")
@@ -124,6 +127,8 @@ def _copy_without_states(layer: CacheLayerMixin) -> CacheLayerMixin:
     """A layer with the counters of `layer` as its own (a static layer counts in a tensor) and its keys and values still
     shared.
     """
+    if isinstance(layer, TieredCacheLayer):
+        layer = layer.parts[0]
     part = copy.copy(layer)
     for name, value in vars(layer).items():
         if isinstance(value, Tensor) and name not in ("keys", "values"):
@@ -131,37 +136,77 @@ def _copy_without_states(layer: CacheLayerMixin) -> CacheLayerMixin:
     return part
 
 
-class TierCacheView:
-    """What the attention of one tier sees of a cache: `update` reaches that tier's part of the layer alone."""
+def _fill(layer: CacheLayerMixin, keys: Tensor, values: Tensor, device: torch.device) -> None:
+    layer.keys, layer.values = keys.to(device), values.to(device)
+    if "device" in vars(layer):
+        layer.device = device
 
-    def __init__(self, cache: Cache, tier: int, groups: list[Tensor]) -> None:
-        self.cache, self.tier, self.groups = cache, tier, groups
+
+class TierCacheView:
+    """What the attention of one tier sees of a cache whose layer is split: `update` reaches that tier's part of the
+    layer alone.
+    """
+
+    def __init__(self, cache: Cache, tier: int) -> None:
+        self.cache, self.tier = cache, tier
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        layer = _tiered(self.cache, layer_idx, self.groups)
+        layer = self.cache.layers[layer_idx]
+        assert isinstance(layer, TieredCacheLayer)
         return layer.parts[self.tier].update(key_states, value_states, *args, **kwargs)
 
 
-def _tiered(cache: Cache, layer_idx: int, groups: list[Tensor]) -> TieredCacheLayer:
-    """The layer of `cache`, replaced by one that is split like the block's shards, if it is not yet."""
+def settle_cache(cache: Cache, layer_idx: int, parts: Sequence[CachePart]) -> None:
+    """Makes the layer of `cache` one that is split like `parts`, or whole where there is one; what it holds moves with
+    it, whatever it was split like before.
+
+    Raises ValueError where the layer holds no keys and values.
+    """
     if cache.layer_class_to_replicate is not None:
         while len(cache.layers) <= layer_idx:
             cache.layers.append(cache.layer_class_to_replicate())
-    layer = cache.layers[layer_idx]
+    layer, device = cache.layers[layer_idx], parts[0][1]
     if isinstance(layer, TieredCacheLayer):
-        if len(layer.groups) == len(groups) and all(
-            torch.equal(a, b.long().cpu()) for a, b in zip(layer.groups, groups, strict=True)
+        if len(layer.groups) == len(parts) and all(
+            torch.equal(groups, part.long().cpu()) for groups, (part, _) in zip(layer.groups, parts, strict=True)
         ):
-            return layer
-        raise ValueError(
-            f"past_key_values: layer {layer_idx} was filled under another placement; "
-            "start a new cache after the placement changes"
-        )
+            return
+        if len(parts) == 1:
+            whole = _copy_without_states(layer)
+            if layer.is_initialized:
+                assert layer.keys is not None and layer.values is not None
+                _fill(whole, layer.keys, layer.values, device)
+            cache.layers[layer_idx] = whole
+            return
+    elif len(parts) == 1:
+        keys = getattr(layer, "keys", None) if getattr(layer, "is_initialized", False) else None
+        if isinstance(keys, Tensor) and keys.device != device:
+            _fill(layer, keys, layer.values, device)
+        return
     if not isinstance(layer, CacheLayerMixin):
         raise ValueError(
             f"past_key_values: layer {layer_idx} is a {type(layer).__name__}, which holds no keys and values"
         )
-    tiered = cache.layers[layer_idx] = TieredCacheLayer(layer, groups)
-    return tiered
+    cache.layers[layer_idx] = TieredCacheLayer(layer, parts)
+
+
+def take_back(cache: Cache, lengths: Sequence[int]) -> bool:
+    """Brings every layer back to what `layer_lengths` said of it before a forward pass that failed halfway. False where
+    a layer cannot forget.
+    """
+    for i, layer in enumerate(cache.layers):
+        length = lengths[i] if i < len(lengths) else 0
+        for part in layer.parts if isinstance(layer, TieredCacheLayer) else [layer]:
+            more = int(part.get_seq_length()) - length
+            try:
+                if more:
+                    part.crop(-more)
+            except (RuntimeError, NotImplementedError):  # a window that has moved on
+                return False
+    return True
+
+
+def layer_lengths(cache: Cache | None) -> list[int]:
+    return [] if cache is None else [int(layer.get_seq_length()) for layer in cache.layers]

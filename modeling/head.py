@@ -51,6 +51,12 @@ class PackedHead(nn.Module):
             logits += self.bias
         return logits.to(hidden_states.dtype).view(*hidden_states.shape[:-1], -1)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        if hasattr(self, "matrix"):
+            self.matrix = self.matrix.to(fn(torch.empty(0, device=self.matrix.device)).device)
+        return self
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not self.tied:

@@ -22,7 +22,7 @@ from hf_sparse.quantization import (
 from .block import FEW_ROWS, BlockSpec, HybridBlock, Shard, union
 from .native_mlp import NativeMLP, NotUsual
 from .rules import SkipRule
-from .tiers import merge, run_side_by_side
+from .tiers import HandedOver, merge
 
 
 @dataclass(frozen=True)
@@ -66,16 +66,31 @@ class HybridMLP(HybridBlock):
         offered = int(self.counters[self.counted.index("gate")][1])
         return self.kept("gate") if offered else None
 
-    def read_share_of(self, name: str, matrix: NeuronMatrix | InputMatrix) -> float:
+    def read_share_of(self, name: str, matrix: NeuronMatrix | InputMatrix, counters: Tensor | None = None) -> float:
         """Without the gates that a predictor asked for in vain."""
-        names, gates = self.names, self.kept("gate")
+        names, gates = self.names, self.kept("gate", counters)
         if name == names.down:
-            return self.kept("hidden")
+            return self.kept("hidden", counters)
         if self.predictor is not None:
             return gates
         if names.fused:
             return (1 + gates) / 2  # gates are read whole: they say which neurons are active
-        return super().read_share_of(name, matrix) if name == (names.gate or names.up) else gates
+        return super().read_share_of(name, matrix, counters) if name == (names.gate or names.up) else gates
+
+    def neuron_read_bytes(self, active: Tensor) -> Tensor:
+        """Where the rule leaves neurons out, rows of up and down are read for active ones, rows of the gate for all
+        unless a predictor foretells them.
+        """
+        if self.rule.kind == "none":
+            return super().neuron_read_bytes(active)
+        matrices, _, _ = self._whole()
+        names = self.names
+        sizes = {name: m.nbytes // m.rows * sum(self.projections[name].rows) for name, m in matrices.items()}
+        gate = sizes[names.up] // 2 if names.fused else sizes[names.gate or names.up]
+        weights = sum(sizes.values())
+        if self.predictor is not None:
+            return self.predictor.bytes_per_score + weights * active
+        return gate + (weights - gate) * active
 
     def forward(self, hidden_states: Tensor, residual: Tensor | None = None) -> Tensor:
         """hidden_states [..., d_model] -> [..., d_model]; `residual` is added for families whose MLP does so itself
@@ -83,24 +98,16 @@ class HybridMLP(HybridBlock):
         """
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         rule = self.rule_now()
-        natives = self._native_shards(x, rule)
-        predicted = None
-        if rule is not None and self.predictor is not None and None in natives:
-            alone = x.shape[0] == 1 and self.probe is None
-            predict = self.predictor.active_index if alone else self.predictor.active
-            predicted = predict(x, self.weights.compute_dtype)
-        parts = run_side_by_side(
-            list(zip(self.shards, natives, strict=True)),
-            lambda item: self._partial(*item, x, rule, predicted),
-            lambda item: item[0].tier.device,
-        )
+        natives = self._native_shards(x)
+        given = HandedOver(x, [shard.tier for shard in self.shards])
+        parts = self.side_by_side(lambda i: self._partial(self.shards[i], natives[i], given, rule))
         out = merge(parts, x.device)
         if self.output_bias is not None:
             out = out + self.output_bias
         out = out.to(hidden_states.dtype).view(hidden_states.shape)
         return out if residual is None else out + residual
 
-    def _native_shards(self, x: Tensor, rule: SkipRule | None) -> Sequence[NativeMLP | None]:
+    def _native_shards(self, x: Tensor) -> Sequence[NativeMLP | None]:
         """What computes `x` [tokens, d_model] natively, by place in `shards`; None where operators do."""
         none, level, activation = [None] * len(self.shards), native.level(), self.activation
         if level is None or x.shape[0] != 1 or (x.requires_grad and torch.is_grad_enabled()):
@@ -110,10 +117,7 @@ class HybridMLP(HybridBlock):
         state = [level, self.shards, self.rule, self.predictor, activation]
         if self._native is None or not all(map(operator.is_, state, self._native[0])):
             self._native = state, [self._native_shard(shard, level) for shard in self.shards]
-        natives = self._native[1]
-        if rule is not None and self.predictor is not None and not all(made and made.predicts for made in natives):
-            return none
-        return natives
+        return self._native[1]
 
     def _native_shard(self, shard: Shard, level: int) -> NativeMLP | None:
         try:
@@ -127,24 +131,21 @@ class HybridMLP(HybridBlock):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_native": None}  # addresses mean nothing in a copy
 
-    def _partial(
-        self, shard: Shard, made: NativeMLP | None, x: Tensor, rule: SkipRule | None, predicted: Tensor | None
-    ) -> Tensor:
-        """What the neurons of one tier add to the output: fp32 [tokens, d_model]. `predicted`: of all tiers, which are
-        active, bool [tokens, neurons], or, for one token, int64 and ascending, the active ones.
-        """
+    def _partial(self, shard: Shard, made: NativeMLP | None, given: HandedOver, rule: SkipRule | None) -> Tensor:
+        """What the neurons of one tier add to the output: fp32 [tokens, d_model]."""
         device, names = shard.tier.device, self.names
-        x = x.to(device)
+        x = given.at(device)
         if made is not None:
-            return made.run(x, rule is not None, self.counters)
+            return made.run(x, rule is not None, self.counters_of(shard))
         gather = rule is not None and x.shape[0] <= FEW_ROWS and self.probe is None
         active = index = None
-        if predicted is not None and predicted.dtype == torch.bool:
-            active = predicted.to(device)[:, shard.neurons]
-            index = union(active) if gather else None
-        elif predicted is not None:
-            index = _positions(predicted.to(device), shard.neurons, self.neurons)
-        seen, inputs = self.seen("input", x, rule)
+        if rule is not None and shard.predictor is not None:
+            if x.shape[0] == 1 and self.probe is None:
+                index = shard.predictor.active_index(x, self.weights.compute_dtype)
+            else:
+                active = shard.predictor.active(x, self.weights.compute_dtype)
+                index = union(active) if gather else None
+        seen, inputs = self.seen("input", x, rule, shard=shard)
         gate = self._activated(shard, seen, index, inputs if gather else None)
         if self.probe is not None:
             gate = self.probe("gate", gate)
@@ -156,7 +157,7 @@ class HybridMLP(HybridBlock):
                 local = union(kept)
                 index = local if index is None else index[local]
                 gate, kept = gate[:, local], kept[:, local]
-            self.count("gate", int(kept.sum()), len(x) * len(shard.neurons))
+            self.count("gate", kept, len(x) * len(shard.neurons), shard)
         hidden = gate if names.gate is None and not names.fused else gate * self._up(shard, x, index)
         if kept is not None:
             hidden = torch.where(kept, hidden, 0.0)
@@ -170,7 +171,7 @@ class HybridMLP(HybridBlock):
                 if gather:
                     local = union(kept)
                     index, hidden = (local if index is None else index[local]), hidden[:, local]
-            self.count("hidden", int(kept.sum()), len(x) * len(shard.neurons))
+            self.count("hidden", kept, len(x) * len(shard.neurons), shard)
         down = shard.by_neuron(names.down)
         return gathered_accumulate(down, hidden, index, compute_dtype=self.weights.compute_dtype)
 
@@ -206,13 +207,3 @@ class HybridMLP(HybridBlock):
         if bias is not None:
             product = product + (bias if index is None else bias[index])
         return product
-
-
-def _positions(index: Tensor, neurons: Tensor, total: int) -> Tensor:
-    """int64, ascending: where in `neurons` (int32, ascending, of `total`) those of `index` (int64, ascending) are that
-    are in it.
-    """
-    if len(neurons) == total:
-        return index
-    places = torch.searchsorted(neurons, index.to(neurons.dtype)).clamp_(max=len(neurons) - 1)
-    return places[neurons[places] == index]

@@ -127,17 +127,11 @@ class NativeMLP:
             raise NotUsual(f"neurons on {shard.tier.device}")
         self._weights = NativeWeights()
         structure = self._weights.mlp(block, shard, None)  # the block adds its bias once, after the merge of its tiers
-        self.predicts = False  # whether it runs the block's predictor by itself
-        # A predictor scores the block's neurons, so that of a split block runs once for all tiers, outside.
-        if block.predictor is not None and structure.rule and len(shard.neurons) == block.neurons:
-            try:
-                structure.predictor = self._weights.predictor(block.predictor)
-                self.predicts = True
-            except NotUsual:
-                pass  # it lies on another device, where hidden states are
+        if shard.predictor is not None and structure.rule:
+            structure.predictor = self._weights.predictor(shard.predictor)
         layer = native.kernels().Layer()
         layer.mlp = structure
-        self._decoder = _decoder(level, shard.matrices[block.names.up].cols)
+        self._decoder = _decoder(level, shard.matrices[block.names.up].cols, shard.tier.name)
         self._index = self._decoder.add(layer)
 
     def run(self, x: Tensor, rules: bool, counters: Tensor) -> Tensor:
@@ -171,11 +165,12 @@ class _Decoder:
 
 
 # Those in use: a decoder goes when the last MLP that was added to it goes.
-_decoders: weakref.WeakValueDictionary[tuple[int, int], _Decoder] = weakref.WeakValueDictionary()
+_decoders: weakref.WeakValueDictionary[tuple[int, int, str], _Decoder] = weakref.WeakValueDictionary()
 
 
-def _decoder(level: int, hidden: int) -> _Decoder:
-    found = _decoders.get((level, hidden))
+def _decoder(level: int, hidden: int, tier: str) -> _Decoder:
+    """One for each tier: they work at the same time."""
+    found = _decoders.get((level, hidden, tier))
     if found is None:
-        found = _decoders[level, hidden] = _Decoder(level, hidden)
+        found = _decoders[level, hidden, tier] = _Decoder(level, hidden)
     return found

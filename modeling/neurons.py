@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-BlockKind = Literal["attention", "mlp"]
+BlockKind = Literal["attention", "mlp", "embedding", "head"]
 
 
 @dataclass(frozen=True, order=True)
 class BlockId:
-    """Address of a hybrid block: decoder layer (from 0) and kind. Sorts by layer number, then attention before mlp."""
+    """Address of a hybrid block: decoder layer (from 0) and kind. Sorts by layer number, then attention before mlp.
+    Embeddings (layer 0) and head (the last layer) are blocks of one neuron to a placement.
+    """
 
     layer: int
     kind: BlockKind
@@ -30,8 +32,9 @@ class BlockId:
     def parse(cls, text: str) -> BlockId:
         """The inverse of `str`. Raises ValueError where `text` is not `<layer>.<attention|mlp>`."""
         layer, _, kind = text.partition(".")
-        if not layer.isdecimal() or kind not in ("attention", "mlp"):
-            raise ValueError(f"block id {text!r}: expected '<layer>.attention' or '<layer>.mlp'")
+        if not layer.isdecimal() or kind not in get_args(BlockKind):
+            kinds = ", ".join(get_args(BlockKind))
+            raise ValueError(f"block id {text!r}: expected '<layer>.<kind>', kinds are {kinds}")
         return cls(int(layer), kind)  # type: ignore[arg-type]
 
 

@@ -7,6 +7,7 @@ SOSP'24). The bias shifts each neuron's decision so that recall, not accuracy, i
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 
 import torch
@@ -33,10 +34,17 @@ class Predictor:
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], device: torch.device, weight_dtype: str = "int8") -> Predictor:
         """From a plan's `fc1`, `fc2` and `bias`."""
-        predictor = cls(tensors["fc1"], tensors["fc2"], tensors["bias"], weight_dtype)
-        predictor.fc1, predictor.fc2 = predictor.fc1.to(device), predictor.fc2.to(device)
-        predictor.bias = predictor.bias.to(device)
-        return predictor
+        return cls(tensors["fc1"], tensors["fc2"], tensors["bias"], weight_dtype).of(None, device)
+
+    def of(self, neurons: Tensor | None, device: torch.device) -> Predictor:
+        """On `device`, of `neurons` (int64 [n]; None: all) alone; itself where that is what it is."""
+        if neurons is None and device == self.bias.device:
+            return self
+        part = copy.copy(self)
+        part.fc1 = self.fc1.to(device)
+        part.fc2 = (self.fc2 if neurons is None else self.fc2.select(neurons)).to(device)
+        part.bias = (self.bias if neurons is None else self.bias[neurons.to(self.bias.device)]).to(device)
+        return part
 
     def scores(self, x: Tensor, compute_dtype: str = "fp32") -> Tensor:
         """float32 [tokens, neurons] for the block's input `x` [tokens, d_model]."""
@@ -50,6 +58,11 @@ class Predictor:
     def active_index(self, x: Tensor, compute_dtype: str = "fp32") -> Tensor:
         """int64, ascending: the neurons that are active for the one token of `x` [1, d_model]."""
         return active_neurons(self.fc1, self.fc2, self.bias, x, compute_dtype)
+
+    @property
+    def bytes_per_score(self) -> int:
+        """Of what belongs to one neuron or head."""
+        return self.fc2.nbytes // self.fc2.rows + self.bias.element_size()
 
     @property
     def nbytes(self) -> int:

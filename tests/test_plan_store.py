@@ -212,7 +212,7 @@ def test_placement_round_trip(kept) -> None:
     for id, tier_of in expected.placement.assignment.items():
         assert set(tier_of.tolist()) <= {0, 1, 2}
         assert torch.equal(found.placement.assignment[id], tier_of)
-    for name in ("status", "objective", "bound", "gap", "greedy_objective", "solver", "token_seconds"):
+    for name in ("status", "value", "bound", "gap", "greedy_value", "solver", "goal", "fast_impact", "token_seconds"):
         assert getattr(found, name) == getattr(expected, name)
     assert load_placement(directory, placement_key(blocks(), TIERS, 51), TIERS, NEURONS) is None
     assert [path.suffix for path in (directory / "placements").iterdir()] == [".safetensors"]
@@ -254,13 +254,13 @@ def _edit(path: Path, tensors=None, fields=None, metadata=True) -> None:
         ("0.mlp", {"tensors": lambda t: t.update({"0.mlp": torch.zeros(12, dtype=torch.uint8)})}),
         ("3.attention", {"tensors": lambda t: t.pop("3.attention")}),
         ("4.mlp", {"tensors": lambda t: t.update({"4.mlp": torch.zeros(2, dtype=torch.uint8)})}),
-        ("objective", {"fields": lambda f: f.update(objective="1.5")}),
-        ("objective", {"fields": lambda f: f.pop("objective")}),
+        ("value", {"fields": lambda f: f.update(value="1.5")}),
+        ("value", {"fields": lambda f: f.pop("value")}),
         ("file", {"fields": lambda f: f.update(gap=float("nan"))}),
         ("status", {"fields": lambda f: f.update(status=1)}),
         ("tiers", {"fields": lambda f: f.update(tiers=["a", "cpu"])}),
         ("key", {"fields": lambda f: f.update(key="0" * 64)}),
-        ("format_version", {"fields": lambda f: f.update(format_version=2)}),
+        ("format_version", {"fields": lambda f: f.update(format_version=3)}),
         ("file", {"metadata": False}),
     ],
 )

@@ -423,7 +423,7 @@ def test_predictors_of_heads_stay(relu_checkpoint, tmp_path):
         rules=model.plan.rules | {attention: SkipRule("predicted")},
         predictors={attention: PlannedPredictor(tensors, "int8", nbytes=99)},
     )
-    model.use_plan(plan, model.device)
+    model.use_plan(plan)
     save_predictors(tmp_path)
     load_predictors(tmp_path, model)
     assert len(model.plan.predictors) == 4

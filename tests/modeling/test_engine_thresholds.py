@@ -297,7 +297,7 @@ def test_a_model_with_thresholds_is_saved_by_neuron_and_loads_as_it_was(
     model.save_pretrained(tmp_path / "dense")
     give_thresholds(model)
     rules = {block.id: block.rule for block in hybrid_blocks(model)}
-    model.use_plan(dataclasses.replace(model.plan, rules=rules), torch.device("cpu"))
+    model.use_plan(dataclasses.replace(model.plan, rules=rules))
     model.save_pretrained(tmp_path / "rules")
     dense, stored = (load_file(tmp_path / name / "model.safetensors") for name in ("dense", "rules"))
     assert dense.keys() == stored.keys()

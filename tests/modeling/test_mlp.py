@@ -201,7 +201,7 @@ def test_one_native_call_equals_the_operators(isa, form, compute_dtype, use_inst
         block.rule, block.predictor = rule, predictor_of(block) if predicts else None
         x = torch.randn(1, block.projections["down"].columns, generator=torch.Generator().manual_seed(5))
         with skipping("always"):
-            assert_native_equals_operators(block, x, native_runs, tiers if tiers == 1 or not predicts else 0)
+            assert_native_equals_operators(block, x, native_runs, tiers)
         assert (block.active_fraction is None) == (rule.kind == "none")
         assert block.active_fraction is None or 0.1 < block.active_fraction < 0.9
         with skipping("never"):

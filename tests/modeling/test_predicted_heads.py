@@ -164,7 +164,7 @@ def test_a_plan_keeps_predictors_of_heads(saved: Save, tmp_path: Path) -> None:
     planned = {b.id: PlannedPredictor(tensors_of(b), "int8", nbytes=77, kept=0.5) for b in blocks}
     rules = {b.id: SkipRule("predicted", {"output": torch.full((48,), 1e-3)}) for b in blocks}
     plan = dataclasses.replace(model.plan, rules=model.plan.rules | rules, predictors=planned)
-    model.use_plan(plan, torch.device("cpu"))
+    model.use_plan(plan)
     assert all(block.predictor_in_use is not None for block in blocks)
     model.save_pretrained(tmp_path)
     again = SparseAutoModelForCausalLM.from_pretrained(tmp_path)

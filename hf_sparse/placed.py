@@ -1,0 +1,234 @@
+"""The part of a loaded model that knows where everything is: neurons on their tiers, embeddings and head on theirs."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from hf_sparse.modeling import (
+    BlockId,
+    HybridBlock,
+    PackedHead,
+    Placement,
+    Tier,
+    family_of,
+    hybrid_blocks,
+    layer_homes,
+    layer_lengths,
+    move,
+    settle_layers,
+    settle_part,
+    take_back,
+)
+
+from .config import parse_bytes
+from .hardware import find_tiers
+from .log import logger, warn_once
+from .placing import bytes_by_tier, choose_placement, placement_blocks, without_coldest
+from .plan import PlacementPlan
+from .report import PlacementSummary, summarize_placement
+
+FREED_SHARE = 0.1  # of what lies on a GPU, where it ran out of memory
+
+
+class PlacedMixin(PreTrainedModel):
+    """See SparseMixin, which is made of it."""
+
+    plan: PlacementPlan
+    placement: Placement
+    cache_dtype: torch.dtype | None = None  # of keys and values in generate(); None: the model's
+    cache_tokens: int = 0  # that budgets leave room for
+    given_tiers: tuple[Tier, ...] | None = None  # by the user, instead of the devices found
+    placements_directory: Path | None = None  # where solved placements are kept
+    _engine_tried = False
+    _home_hooks: tuple[RemovableHandle, ...] = ()
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """The primary tier's: inputs belong there, logits come from there."""
+        return self.placement.tiers[0].device if "placement" in self.__dict__ else super().device
+
+    def decoder_layers(self) -> list[nn.Module]:
+        return list(self.get_submodule(family_of(self.config.model_type).layers).children())
+
+    # What there is to place
+
+    def _parts(self) -> Iterator[tuple[BlockId, list[nn.Module], int]]:
+        """What is placed whole: address, modules, bytes that a token reads of it. Embeddings that are the head's
+        weights go with it.
+        """
+        embeddings, head = self.get_input_embeddings(), self.get_output_embeddings()
+        last, row = BlockId(len(self.decoder_layers()) - 1, "head"), 0
+        if isinstance(embeddings, nn.Embedding):
+            row = embeddings.embedding_dim * embeddings.weight.element_size()
+            if head is not None and getattr(head, "weight", None) is embeddings.weight:
+                yield last, [embeddings, head], sum(_own_bytes([head]))
+                return
+            yield BlockId(0, "embedding"), [embeddings], row
+        if head is not None:
+            yield last, [head], sum(_own_bytes([head]))
+
+    def part_bytes(self) -> dict[BlockId, tuple[int, int]]:
+        """Of embeddings and head: their bytes, and those that a token reads."""
+        return {id: (sum(_own_bytes(modules)), read) for id, modules, read in self._parts()}
+
+    def resident_bytes(self) -> int:
+        """Bytes that lie on the primary tier whatever the placement: norms, output biases, what foretells query heads
+        (norms of layers without a neuron on a fast tier lie with those, and are counted here all the same).
+        """
+        parts = {module for _, modules, _ in self._parts() for part in modules for module in part.modules()}
+        rest = [module for module in self.modules() if module not in parts]
+        predictors = 0
+        for block in hybrid_blocks(self):
+            if block.id.kind == "attention" and block.predictor is not None:
+                predictors += block.predictor.nbytes
+        return predictors + sum(_own_bytes(rest, recurse=False))
+
+    def placement_summary(self) -> PlacementSummary:
+        """Neurons and bytes on each tier; prints as a table."""
+        return summarize_placement(
+            list(hybrid_blocks(self)), self.placement, self.resident_bytes(), self.part_bytes(), self._cache_room()
+        )
+
+    def _cache_room(self) -> dict[BlockId, int]:
+        """By block, bytes that a neuron's keys and values may take."""
+        dtype = self.cache_dtype or self.dtype
+        return {
+            block.id: block.cache_bytes_per_token(dtype) * self.cache_tokens
+            for block in hybrid_blocks(self)
+            if block.id.kind == "attention"
+        }
+
+    # Placing
+
+    def place(self, placement: Placement) -> None:
+        """Moves every neuron to its tier, embeddings and head to theirs, and the rest to where hidden states are.
+
+        Blocks that leave the primary tier go first, so that it holds at no time more than before or after.
+        """
+        for hook in self._home_hooks:
+            hook.remove()
+        tiers, layers = placement.tiers, self.decoder_layers()
+        parts = list(self._parts())
+        elsewhere = {module for _, modules, _ in parts for part in modules for module in part.modules()}
+        elsewhere |= {module for layer in layers for module in layer.modules()}
+        for module in self.modules():
+            if module not in elsewhere:
+                move(module, tiers[0].device)
+        hooks = settle_layers(layers, placement)
+        homes = dict(enumerate(layer_homes(layers, placement)))
+        blocks = sorted(hybrid_blocks(self), key=lambda block: self._growth(block, placement))
+        for block in blocks:
+            block.place(tiers, placement.assignment[block.id], homes[block.id.layer])
+        for id, modules, read in parts:
+            tier = tiers[int(placement.assignment[id])] if id in placement.assignment else tiers[0]
+            for module in modules:
+                hooks += settle_part(module, tier, tiers[0], read if module is modules[-1] else 0)
+        self._home_hooks = tuple(hooks)
+        self.placement = placement
+        self._engine_tried = False
+
+    def _growth(self, block: HybridBlock, placement: Placement) -> int:
+        """Bytes that the block will take more on the primary tier."""
+        before = sum(len(s.neurons) for s in block.shards if s.tier.device == placement.tiers[0].device)
+        after = int((placement.assignment[block.id] == 0).sum())
+        return (after - before) * block.bytes_per_neuron()
+
+    def solve(self, tiers: tuple[Tier, ...]) -> None:
+        """Places every neuron as the plan and `tiers` say. Raises ValueError where they have no room."""
+        self.place(choose_placement(self, tiers, self.cache_tokens, self.placements_directory).placement)
+
+    def set_gpu_budget(self, gpu_budget: int | str | Mapping[str, int | str] | None) -> None:
+        """Solves the placement anew for another budget, as in `from_pretrained`, and moves neurons: nothing is loaded
+        again. Caches that are in use go on.
+
+        Where the model was loaded with explicit `tiers` the budget is that of the first, or a mapping by name. Raises
+        ValueError for a budget that is none, or too small, or larger than its device; nothing is moved then.
+        """
+        if self.given_tiers is None:
+            self.solve(find_tiers(gpu_budget))
+            return
+        budgets = gpu_budget if isinstance(gpu_budget, Mapping) else {self.given_tiers[0].name: gpu_budget}
+        names = [tier.name for tier in self.given_tiers]
+        if unknown := sorted(set(budgets) - set(names)):
+            raise ValueError(f"gpu_budget: got tiers {', '.join(unknown)}, the model's are {', '.join(names)}")
+        self.given_tiers = tuple(
+            dataclasses.replace(tier, budget=_budget(budgets[tier.name], tier.name)) if tier.name in budgets else tier
+            for tier in self.given_tiers
+        )
+        self.solve(self.given_tiers)
+
+    # Out of memory
+
+    def forward_with_room(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`forward(self, ...)`; where a GPU runs out of memory, the neurons on it that are read least move to the last
+        tier, what the cache got is taken back, and it begins anew.
+        """
+        cache = kwargs.get("cache", kwargs.get("past_key_values"))
+        cache = cache if isinstance(cache, Cache) else None
+        lengths = layer_lengths(cache) if len(self.placement.tiers) > 1 else []
+        while True:
+            try:
+                return forward(self, *args, **kwargs)
+            except torch.OutOfMemoryError as error:
+                tier = self._tier_out_of_memory(error)
+                if tier is None or (cache is not None and not take_back(cache, lengths)):
+                    raise
+            # after the handler, which keeps the tensors of the failed pass alive
+            self._make_room(tier)
+
+    def _tier_out_of_memory(self, error: torch.OutOfMemoryError) -> int | None:
+        """Position of the tier that neurons can leave; None where there is none."""
+        tiers = self.placement.tiers
+        named = re.search(r"GPU (\d+)", str(error))
+        index = int(named[1]) if named else None
+        for position, tier in enumerate(tiers[:-1]):
+            meant = index is None or tier.device.type != "cuda" or (tier.device.index or 0) == index
+            if meant and any(bool((of == position).any()) for of in self.placement.assignment.values()):
+                return position
+        return None
+
+    def _make_room(self, position: int) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        blocks = placement_blocks(self, self.cache_tokens)
+        used = bytes_by_tier(self.placement, blocks)[position]
+        freed = max(1, int(used * FREED_SHARE))
+        placement = without_coldest(self.placement, blocks, position, freed)
+        tier = placement.tiers[position]
+        left = bytes_by_tier(placement, blocks)[position]
+        warn_once(
+            f"{tier.name} ran out of memory: neurons that are read least move to {placement.tiers[-1].name}, from now "
+            f"on as often as it is needed; model.set_gpu_budget() moves them back"
+        )
+        logger.info("%s: %d of %d bytes of neurons stay", tier.name, left, used)
+        self.place(placement)
+
+
+def _budget(value: Any, name: str) -> int | None:
+    return None if value is None else parse_bytes(value, name=f"gpu_budget[{name!r}]")
+
+
+def _own_bytes(modules: list[nn.Module], recurse: bool = True) -> Iterator[int]:
+    """Of each tensor of `modules` once, however often it is tied."""
+    seen: set[int] = set()
+    for module in modules:
+        for part in module.modules() if recurse else [module]:
+            tensors: list[Tensor | None] = [*part._parameters.values(), *part._buffers.values()]
+            if isinstance(part, PackedHead):
+                tensors += part.matrix.tensors().values()
+            if isinstance(part, HybridBlock):
+                tensors.append(part.output_bias)
+            for tensor in tensors:
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    yield tensor.numel() * tensor.element_size()
