@@ -161,11 +161,12 @@ class PlacedMixin(PreTrainedModel):
         names = [tier.name for tier in self.given_tiers]
         if unknown := sorted(set(budgets) - set(names)):
             raise ValueError(f"gpu_budget: got tiers {', '.join(unknown)}, the model's are {', '.join(names)}")
-        self.given_tiers = tuple(
+        tiers = tuple(
             dataclasses.replace(tier, budget=_budget(budgets[tier.name], tier.name)) if tier.name in budgets else tier
             for tier in self.given_tiers
         )
-        self.solve(self.given_tiers)
+        self.solve(tiers)
+        self.given_tiers = tiers
 
     # Out of memory
 

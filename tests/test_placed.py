@@ -1,0 +1,320 @@
+"""Loaded models whose parts lie on several tiers: budgets, moving, running out of memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache
+
+from hf_sparse import SparseAutoModelForCausalLM, WeightOnlyQuantConfig
+from hf_sparse.cost_model import PlacementBlock
+from hf_sparse.log import warn_once
+from hf_sparse.modeling import (
+    BlockId,
+    HybridMLP,
+    Placement,
+    SimulatedTier,
+    Tier,
+    hybrid_blocks,
+    layer_lengths,
+    magnitude,
+)
+from hf_sparse.placing import bytes_by_tier, placement_blocks, without_coldest
+from tiny_models import CASES, prompt_ids, save_checkpoint
+
+QUICK = {"calibration_tokens": 64, "max_perplexity_increase": 0}
+GREEDY = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0, "eos_token_id": None}
+
+
+def tiers(budget: int | None, **figures: Any) -> tuple[Tier, ...]:
+    return SimulatedTier("gpu", budget=budget, bandwidth=1e12, **figures), Tier("cpu", bandwidth=1e10)
+
+
+@pytest.fixture(autouse=True)
+def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SimulatedTier, "wait", staticmethod(lambda seconds: None))
+
+
+@pytest.fixture(scope="module", params=["llama", "llama-tied-bias", "gemma2", "opt", "falcon-40b", "bloom"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp(request.param)
+    save_checkpoint(request.param, directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("llama")
+    save_checkpoint("llama", directory, num_hidden_layers=4)
+    return directory
+
+
+def load(directory: Path, **options: Any) -> Any:
+    quantization = WeightOnlyQuantConfig(group_size=32, compute_dtype="fp32")
+    return SparseAutoModelForCausalLM.from_pretrained(directory, quantization_config=quantization, **QUICK, **options)
+
+
+def total_bytes(model: Any) -> int:
+    return sum(tier.nbytes + tier.cache_bytes for tier in model.placement_summary().tiers)
+
+
+def check_budgets(model: Any) -> None:
+    for tier in model.placement_summary().tiers:
+        assert tier.budget is None or tier.nbytes + tier.cache_bytes <= tier.budget
+
+
+@torch.no_grad()
+def logits(model: Any, ids: Tensor | None = None) -> Tensor:
+    return model(prompt_ids(2, 9) if ids is None else ids).logits
+
+
+def same(first: Tensor, second: Tensor) -> None:
+    assert (first - second).abs().max() <= 1e-5 * first.abs().max() + 1e-6
+
+
+# Budgets
+
+
+def test_every_budget_is_kept_and_gives_the_same_output(checkpoint: Path) -> None:
+    whole = load(checkpoint)
+    expected, text = logits(whole), whole.generate(prompt_ids(1, 9), **GREEDY)
+    total = total_bytes(whole)
+    for share in (0.15, 0.5, 0.8, 1.0):
+        model = load(checkpoint, tiers=tiers(int(share * total)))
+        check_budgets(model)
+        fast = model.placement_summary().tiers[0]
+        assert fast.nbytes + fast.cache_bytes > 0.75 * share * total
+        same(expected, logits(model))
+        assert torch.equal(model.generate(prompt_ids(1, 9), **GREEDY), text)
+        assert total_bytes(model) == pytest.approx(total, rel=0.01)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("cache_dtype", [None, "int8"])
+def test_the_room_for_the_cache_is_what_it_takes(case: str, cache_dtype: str | None, tmp_path: Path) -> None:
+    save_checkpoint(case, tmp_path, **({"sliding_window": 160} if CASES[case][1].get("sliding_window") else {}))
+    model = load(tmp_path, cache_tokens=21, cache_dtype=cache_dtype)
+    room = model.placement_summary().tiers[0].cache_bytes
+    cache = model.generate(
+        prompt_ids(1, 9), return_dict_in_generate=True, **GREEDY | {"max_new_tokens": 13}
+    ).past_key_values
+    held = 0
+    for layer in cache.layers:
+        assert layer.get_seq_length() == 21
+        held += sum(tensor.numel() * tensor.element_size() for tensor in (layer.keys, layer.values))
+        if cache_dtype == "int8":  # given out as numbers; held in one byte, with a scale for each head and token
+            heads = layer.keys.shape[1]
+            held += 2 * 21 * heads * (layer.keys.shape[3] + 4) - 2 * layer.keys.numel() * layer.keys.element_size()
+    assert room == held
+
+
+def test_embeddings_and_head_compete_with_neurons(llama: Path) -> None:
+    model = load(llama, tiers=tiers(None))
+    fast, cpu = model.placement_summary().tiers
+    assert (fast.whole, cpu.whole) == (("embedding", "head"), ())
+    parts = model.part_bytes()
+    # a token reads the head whole, and one row of the embeddings
+    budget = total_bytes(model) - parts[BlockId(0, "embedding")][0]
+    model.set_gpu_budget(budget)
+    assert [tier.whole for tier in model.placement_summary().tiers] == [("head",), ("embedding",)]
+    check_budgets(model)
+    same(logits(load(llama)), logits(model))
+
+
+def test_a_longer_cache_leaves_less_room_for_neurons(llama: Path) -> None:
+    budget = total_bytes(load(llama, cache_tokens=0)) // 2
+    neurons = []
+    for cache_tokens in (0, 400):
+        model = load(llama, tiers=tiers(budget), cache_tokens=cache_tokens)
+        check_budgets(model)
+        neurons.append(model.placement_summary().tiers[0].nbytes)
+    assert neurons[0] > neurons[1]
+
+
+@pytest.mark.parametrize(
+    ("option", "match"),
+    [({"cache_tokens": -1}, "cache_tokens: got -1"), ({"cache_tokens": True}, "cache_tokens: got True")],
+)
+def test_bad_room_for_a_cache(llama: Path, option: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        load(llama, **option)
+
+
+# Homes
+
+
+def test_layers_without_a_neuron_on_a_fast_tier_cross_nothing(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(llama, tiers=tiers(None, sync_seconds=1.0))
+    expected = logits(model)
+    crossed: list[float] = []
+    # layers 1 and 2 on the CPU, of layer 3 the MLP is split
+    homes = {0: 0, 1: 1, 2: 1, 3: 0}
+    assignment = {id: torch.full_like(of, homes[id.layer]) for id, of in model.placement.assignment.items()}
+    assignment[BlockId(3, "mlp")][::2] = 1
+    model.place(Placement(model.placement.tiers, assignment))
+    monkeypatch.setattr(SimulatedTier, "wait", staticmethod(lambda s: crossed.append(s) if s == 0.5 else None))
+    same(expected, logits(model))
+    assert len(crossed) == 4  # to the CPU, back, and to and fro in the one block that is split
+
+
+def test_moving_leaves_no_hooks_behind(llama: Path) -> None:
+    model = load(llama, tiers=tiers(100_000))
+    for budget in (None, 60_000, 150_000):
+        model.set_gpu_budget(budget)
+    model.place(Placement((Tier("cpu"),), {id: torch.zeros_like(of) for id, of in model.placement.assignment.items()}))
+    assert not model._home_hooks
+    assert all(not m._forward_hooks for m in model.modules() if m is not model)
+    assert model.engine() is not None
+    same(logits(load(llama)), logits(model))
+
+
+# Moving
+
+
+def test_a_new_budget_moves_neurons_and_loads_nothing(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(checkpoint, tiers=tiers(None))
+    expected, total = logits(model), total_bytes(model)
+    monkeypatch.setattr("hf_sparse.auto.open_checkpoint", lambda *_, **__: pytest.fail("loaded again"))
+    for share in (0.6, 0.2, 0.9):
+        model.set_gpu_budget(int(share * total))
+        check_budgets(model)
+        same(expected, logits(model))
+
+
+def test_a_conversation_goes_on_under_another_budget(checkpoint: Path) -> None:
+    whole = load(checkpoint)
+    model = load(checkpoint, tiers=tiers(total_bytes(whole) // 2))
+    ids = prompt_ids(1, 9)
+    outputs = []
+    for one, moves in ((whole, False), (model, True)):
+        cache = DynamicCache()
+        with torch.no_grad():
+            one(ids, past_key_values=cache)
+            steps = []
+            for step, budget in enumerate((0.3, 1.0, 0.5, 0.7)):
+                if moves:
+                    one.set_gpu_budget(int(budget * total_bytes(whole)))
+                steps.append(one(ids[:, step : step + 1], past_key_values=cache).logits)
+        outputs.append(torch.cat(steps))
+    same(*outputs)
+
+
+@pytest.mark.parametrize(
+    ("budget", "match"),
+    [
+        ("many", r"gpu_budget\['gpu'\]: got 'many'"),
+        (-5, r"gpu_budget\['gpu'\]: got -5"),
+        ("50%", "a percentage needs a device"),
+        (10, "the smallest budget that works is"),
+        ({"cuda:7": 1}, "got tiers cuda:7, the model's are gpu, cpu"),
+    ],
+)
+def test_a_bad_budget_moves_nothing(llama: Path, budget: Any, match: str) -> None:
+    model = load(llama, tiers=tiers(100_000))
+    before, given = model.placement, model.given_tiers
+    with pytest.raises(ValueError, match=match):
+        model.set_gpu_budget(budget)
+    assert model.placement is before
+    assert model.given_tiers == given
+
+
+def test_without_a_gpu_a_budget_is_a_warning(llama: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    warn_once.cache_clear()
+    model = load(llama)
+    model.set_gpu_budget("8GB")
+    assert "all neurons stay on the CPU" in caplog.text
+    assert [tier.name for tier in model.placement.tiers] == ["cpu"]
+
+
+# Out of memory
+
+
+def out_of_memory_beyond(monkeypatch: pytest.MonkeyPatch, model: Any, nbytes: int) -> list[int]:
+    """MLPs of the third layer on run out of memory while more than `nbytes` lie on the first tier; a list of what lay
+    there each time.
+    """
+    seen: list[int] = []
+    partial = HybridMLP._partial
+
+    def _partial(self: HybridMLP, shard: Any, *args: Any) -> Tensor:
+        if self.id.layer >= 2 and shard.tier.name == "gpu":
+            used = bytes_by_tier(model.placement, placement_blocks(model, model.cache_tokens))[0]
+            if used > nbytes:
+                seen.append(used)
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 has ...")
+        return partial(self, shard, *args)
+
+    monkeypatch.setattr(HybridMLP, "_partial", _partial)
+    return seen
+
+
+@pytest.mark.parametrize("step", ["prompt", "decoding"])
+def test_running_out_of_memory_moves_neurons_and_goes_on(llama: Path, monkeypatch, caplog, step: str) -> None:
+    warn_once.cache_clear()
+    expected = load(llama).generate(prompt_ids(1, 9), **GREEDY)
+    model = load(llama, tiers=tiers(None))
+    budget = total_bytes(model) // 2
+    model.set_gpu_budget(budget)
+    if step == "prompt":
+        seen = out_of_memory_beyond(monkeypatch, model, budget // 2)
+        found = model.generate(prompt_ids(1, 9), **GREEDY)
+    else:
+        cache, found = DynamicCache(), prompt_ids(1, 9)
+        with torch.no_grad():
+            for new in range(12):
+                if new == 3:
+                    seen = out_of_memory_beyond(monkeypatch, model, budget // 2)
+                last = model(found[:, cache.get_seq_length() :], past_key_values=cache).logits[:, -1:]
+                found = torch.cat((found, last.argmax(-1)), dim=1)
+        assert layer_lengths(cache) == [20] * 4
+    assert torch.equal(found, expected)
+    assert len(seen) >= 3 and seen == sorted(seen, reverse=True)
+    assert caplog.text.count("gpu ran out of memory") == 1
+    monkeypatch.undo()
+    model.set_gpu_budget(budget)
+    assert bytes_by_tier(model.placement, placement_blocks(model, model.cache_tokens))[0] >= max(seen[0] * 0.9, 1)
+
+
+def test_out_of_memory_with_nothing_left_to_move_is_raised(llama: Path, monkeypatch) -> None:
+    model = load(llama, tiers=tiers(100_000))
+    monkeypatch.setattr(HybridMLP, "forward", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("no more")))
+    with torch.no_grad(), pytest.raises(torch.OutOfMemoryError, match="no more"):
+        model(prompt_ids(1, 5))
+    assert all(bool(of.all()) for of in model.placement.assignment.values())
+    whole = load(llama)
+    with torch.no_grad(), pytest.raises(torch.OutOfMemoryError, match="no more"):
+        whole(prompt_ids(1, 5))
+
+
+def test_the_coldest_neurons_go_first() -> None:
+    read = torch.tensor([5.0, 1.0, 4.0, 2.0], dtype=torch.float64)
+    blocks = [
+        PlacementBlock(BlockId(0, "mlp"), 10, read, read),
+        PlacementBlock(BlockId(1, "mlp"), 10, read * 2, read * 2),
+    ]
+    placement = Placement(tiers(None), {block.id: torch.zeros(4, dtype=torch.int64) for block in blocks})
+    for nbytes, kept in ((1, (3, 4)), (20, (2, 4)), (21, (2, 3)), (10**6, (0, 0))):
+        left = without_coldest(placement, blocks, 0, nbytes)
+        assert tuple(int((left.assignment[block.id] == 0).sum()) for block in blocks) == kept
+    assert not any(of.any() for of in placement.assignment.values())
+
+
+# Rules and predictors
+
+
+def test_rules_leave_out_the_same_on_two_tiers(llama: Path) -> None:
+    texts = []
+    for options in ({}, {"tiers": tiers(120_000)}):
+        model = load(llama, **options)
+        for block in hybrid_blocks(model):
+            if block.id.kind == "mlp":
+                block.rule = magnitude(gate=0.01, hidden=0.005)
+        texts.append(model.generate(prompt_ids(1, 9), **GREEDY))
+        assert 0.05 < model.active_fraction() < 0.999
+        assert 0 < model.read_share() < 1
+    assert torch.equal(*texts)
