@@ -20,7 +20,7 @@ from hf_sparse.quantization import InputMatrix, NeuronMatrix
 from .neurons import BlockId, Tier, WeightFormat
 from .predictor import Predictor
 from .rules import PLACES, Place, RuleKind, SkipRule, rules_apply
-from .tiers import run_side_by_side
+from .tiers import run_side_by_side, to_device
 
 T = TypeVar("T")
 INDEX_BYTES = 4  # a shard keeps the model position of each of its neurons as int32
@@ -127,7 +127,7 @@ class HybridBlock(nn.Module):
         self.neurons, self.weights = spec.neurons, spec.weights
         self.projections = {projection.name: projection for projection in spec.projections}
         self.shards: list[Shard] = []
-        self._home = torch.device("cpu")
+        self.home = self.primary = Tier("cpu")  # where hidden states are here, and where they are at first
         self.output_bias: Tensor | None = None  # of the projection that writes: added once, after the merge
         # loaded and not placed yet: matrices and biases by projection, half-loaded packed tensors by name
         self._matrices: dict[str, NeuronMatrix] = {}
@@ -184,7 +184,7 @@ class HybridBlock(nn.Module):
         """Every tier of an MLP gets the predictor of its own neurons, so that no list of neurons crosses."""
         predictor = self._predictor
         if predictor is not None and self.id.kind == "attention":  # scores all heads, where hidden states are
-            self._predictor, predictor = predictor.of(None, self._home), None
+            self._predictor, predictor = predictor.of(None, self.home.device), None
         for shard in self.shards:
             rows = None if len(shard.neurons) == self.neurons else shard.neurons.cpu().long()
             shard.predictor = None if predictor is None else predictor.of(rows, shard.tier.device)
@@ -404,7 +404,7 @@ class HybridBlock(nn.Module):
             if not whole or tier.device.type != "cpu":
                 shard.counters = torch.zeros_like(self._counters, device=tier.device)
             shards.append(shard)
-        self.shards, self._home = shards, tiers[home].device
+        self.shards, self.home, self.primary = shards, tiers[home], tiers[0]
         self._share_predictor()
         self.output_bias = None if output_bias is None else output_bias.to(tiers[home].device)
         self._store()
@@ -412,6 +412,18 @@ class HybridBlock(nn.Module):
 
     def _placed(self) -> None:
         """For subclasses: the shards have changed."""
+
+    def part_of(self, shard: Shard, start: int, stop: int, tier: Tier) -> Shard:
+        """A copy of the neurons start .. stop - 1 of `shard` on `tier`, without its predictor."""
+        chosen = torch.arange(start, stop)
+        part = Shard(tier, shard.neurons[start:stop].to(tier.device), {}, {}, counters=shard.counters)
+        for name in shard.matrices:
+            rows = self.projections[name].stored_rows(chosen, len(shard.neurons))
+            matrix = shard.by_neuron(name).select(rows)
+            part.matrices[name] = matrix.to(tier.device)
+            if name in shard.biases:
+                part.biases[name] = to_device(shard.biases[name][rows], tier.device)
+        return part
 
     def _whole(self) -> tuple[dict[str, NeuronMatrix], dict[str, Tensor], Tensor | None]:
         """Matrices and input biases in model order, and the output bias, from the shards or, before `place`, as

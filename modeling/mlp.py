@@ -22,7 +22,11 @@ from hf_sparse.quantization import (
 from .block import FEW_ROWS, BlockSpec, HybridBlock, Shard, union
 from .native_mlp import NativeMLP, NotUsual
 from .rules import SkipRule
-from .tiers import HandedOver, merge
+from .tiers import HandedOver, merge, streams_weights
+
+# Of weights that are copied to an accelerator at a time: what its budget need not have room for, since a prompt's
+# activations take more.
+STREAMED_BYTES = 2**25
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,7 @@ class HybridMLP(HybridBlock):
         rule = self.rule_now()
         natives = self._native_shards(x)
         given = HandedOver(x, [shard.tier for shard in self.shards])
-        parts = self.side_by_side(lambda i: self._partial(self.shards[i], natives[i], given, rule))
+        parts = self.side_by_side(lambda i: self._partial_or_streamed(self.shards[i], natives[i], given, rule))
         out = merge(parts, x.device)
         if self.output_bias is not None:
             out = out + self.output_bias
@@ -130,6 +134,27 @@ class HybridMLP(HybridBlock):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_native": None}  # addresses mean nothing in a copy
+
+    def _partial_or_streamed(
+        self, shard: Shard, made: NativeMLP | None, given: HandedOver, rule: SkipRule | None
+    ) -> Tensor:
+        """As `_partial`; the weights of a prompt's cold neurons go to the primary tier, a few at a time, where that is
+        sooner than to compute with them where they are.
+        """
+        tokens = given.tokens
+        if made is not None or rule is not None or tokens <= FEW_ROWS or self.probe is not None:
+            return self._partial(shard, made, given, rule)
+        nbytes = sum(matrix.nbytes for matrix in shard.matrices.values())
+        numbers = len(shard.neurons) * sum(sum(p.rows) * p.columns for p in self.projections.values())
+        crosses = self.primary.accelerates and not shard.tier.accelerates
+        if not (crosses and streams_weights(tokens, nbytes, numbers, self.primary, shard.tier)):
+            return self._partial(shard, made, given, rule)
+        step = max(1, STREAMED_BYTES * len(shard.neurons) // nbytes)
+        total = torch.zeros((), device=self.primary.device)
+        for start in range(0, len(shard.neurons), step):
+            part = self.part_of(shard, start, min(start + step, len(shard.neurons)), self.primary)
+            total = total + self._partial(part, None, given, None)
+        return total
 
     def _partial(self, shard: Shard, made: NativeMLP | None, given: HandedOver, rule: SkipRule | None) -> Tensor:
         """What the neurons of one tier add to the output: fp32 [tokens, d_model]."""

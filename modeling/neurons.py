@@ -76,6 +76,11 @@ class Tier:
     flops: float = 1e11
     copy_bandwidth: float = 1e10
 
+    @property
+    def accelerates(self) -> bool:
+        """Whether weights have to be copied to it from the host's memory."""
+        return self.device.type != "cpu"
+
     def __post_init__(self) -> None:
         if self.device.type == "meta":
             raise ValueError(f"tier {self.name!r}: device must be one that holds data, got meta")

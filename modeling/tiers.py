@@ -97,6 +97,10 @@ class SimulatedTier(Tier):
     takes half of `sync_seconds` each.
     """
 
+    @property
+    def accelerates(self) -> bool:
+        return True
+
     def run(self, work: Callable[[], T], read_bytes: Callable[[], float]) -> T:
         """`work()`, not before the time is over that this tier would take. `read_bytes`: asked afterwards."""
         began = time.perf_counter()
@@ -144,7 +148,7 @@ def run_side_by_side(
     """
     results: dict[int, Callable[[], T]] = {}
     simulated = next((tier for tier in tiers if isinstance(tier, SimulatedTier)), None)
-    for position in sorted(range(len(tiers)), key=lambda i: type(tiers[i]) is Tier and tiers[i].device.type == "cpu"):
+    for position in sorted(range(len(tiers)), key=lambda i: not tiers[i].accelerates):
         tier = tiers[position]
         if isinstance(tier, SimulatedTier):
             begin = tier.start if len(tiers) > 1 else lambda *of, tier=tier: _known(tier.run(*of))
@@ -163,17 +167,20 @@ def _known(value: T) -> Callable[[], T]:
 
 
 class HandedOver:
-    """A tensor that several tiers get: on its way to the CPU before accelerators are given work, so that the CPU need
-    not wait for that.
+    """A tensor [tokens, ...] that several tiers get: on its way to the CPU before accelerators are given work, so that
+    the CPU need not wait for that.
     """
 
     def __init__(self, value: Tensor, tiers: Sequence[Tier]) -> None:
+        self.tokens = value.shape[0]
         self._at: dict[torch.device, Callable[[], Tensor]] = {value.device: lambda: value}
         for device in {tier.device for tier in tiers} - {value.device}:
             moved = to_host(value) if device.type == "cpu" else _known(to_device(value, device))
             self._at[device] = moved
 
     def at(self, device: torch.device) -> Tensor:
+        if device not in self._at:
+            self._at[device] = _known(to_device(next(iter(self._at.values()))(), device))
         return self._at[device]()
 
 

@@ -304,6 +304,28 @@ def test_the_coldest_neurons_go_first() -> None:
     assert not any(of.any() for of in placement.assignment.values())
 
 
+# Prompts
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_prompt_streams_the_weights_of_cold_neurons_where_that_is_sooner(checkpoint: Path, monkeypatch, rows) -> None:
+    monkeypatch.setattr("hf_sparse.modeling.mlp.STREAMED_BYTES", 1000)  # in several pieces
+    parts: list[str] = []
+    part_of = HybridMLP.part_of
+    monkeypatch.setattr(HybridMLP, "part_of", lambda *args: (parts.append(args[-1].name), part_of(*args))[1])
+    ids = prompt_ids(rows, 50)
+    expected = logits(load(checkpoint), ids)
+    for flops, streams in ((1e15, True), (1e9, False)):
+        model = load(checkpoint, tiers=tiers(None, flops=flops, copy_bandwidth=1e15))
+        assignment = {id: torch.arange(len(of)) % 2 for id, of in model.placement.assignment.items()}
+        model.place(Placement(model.placement.tiers, assignment))
+        same(expected, logits(model, ids))
+        assert (len(parts) > 3 and set(parts) == {"gpu"}) if streams else not parts
+        parts.clear()
+        logits(model, ids[:1, :20])  # too short
+        assert not parts
+
+
 # Rules and predictors
 
 
