@@ -17,12 +17,14 @@ from hf_sparse.quantization import (
     gathered_row_product,
     input_product,
     native,
+    triton_ops,
 )
 
 from .block import FEW_ROWS, BlockSpec, HybridBlock, Shard, union
 from .native_mlp import NativeMLP, NotUsual
 from .rules import SkipRule
 from .tiers import HandedOver, merge, streams_weights
+from .triton_mlp import TritonMLP
 
 # Of weights that are copied to an accelerator at a time: what its budget need not have room for, since a prompt's
 # activations take more.
@@ -50,7 +52,8 @@ class HybridMLP(HybridBlock):
     batch, beams) read the union of their active neurons (`FEW_ROWS`), and each row still adds its own only, so that a
     row equals its solo run.
 
-    One token on a CPU tier is one native call where native code knows the block (`NativeMLP`); the operators of
+    One token on a CPU tier is one native call where native code knows the block (`NativeMLP`), and on a GPU one replay
+    of a graph of Triton kernels (`TritonMLP`); the operators of
     hf_sparse.quantization, one by one, are what it is compared with, and what runs everywhere else.
     """
 
@@ -60,7 +63,7 @@ class HybridMLP(HybridBlock):
         self.activation = activation
         self.skips_inputs_of = None if names.fused else names.gate or names.up
         # what was built for the shards, by place, and from what: [level, shards, rule, predictor, activation]
-        self._native: tuple[list[Any], list[NativeMLP | None]] | None = None
+        self._native: tuple[list[Any], list[NativeMLP | TritonMLP | None]] | None = None
 
     @property
     def active_fraction(self) -> float | None:
@@ -111,10 +114,10 @@ class HybridMLP(HybridBlock):
         out = out.to(hidden_states.dtype).view(hidden_states.shape)
         return out if residual is None else out + residual
 
-    def _native_shards(self, x: Tensor) -> Sequence[NativeMLP | None]:
+    def _native_shards(self, x: Tensor) -> Sequence[NativeMLP | TritonMLP | None]:
         """What computes `x` [tokens, d_model] natively, by place in `shards`; None where operators do."""
         none, level, activation = [None] * len(self.shards), native.level(), self.activation
-        if level is None or x.shape[0] != 1 or (x.requires_grad and torch.is_grad_enabled()):
+        if x.shape[0] != 1 or (x.requires_grad and torch.is_grad_enabled()):
             return none
         if self.probe is not None or activation._forward_hooks or activation._forward_pre_hooks:
             return none  # someone wants to see what is in between
@@ -123,9 +126,11 @@ class HybridMLP(HybridBlock):
             self._native = state, [self._native_shard(shard, level) for shard in self.shards]
         return self._native[1]
 
-    def _native_shard(self, shard: Shard, level: int) -> NativeMLP | None:
+    def _native_shard(self, shard: Shard, level: int | None) -> NativeMLP | TritonMLP | None:
         try:
-            return NativeMLP(self, shard, level)
+            if triton_ops.runs_on(shard.tier.device):
+                return TritonMLP(self, shard)
+            return None if level is None else NativeMLP(self, shard, level)
         except NotUsual:
             return None
 
@@ -136,7 +141,7 @@ class HybridMLP(HybridBlock):
         return {**self.__dict__, "_native": None}  # addresses mean nothing in a copy
 
     def _partial_or_streamed(
-        self, shard: Shard, made: NativeMLP | None, given: HandedOver, rule: SkipRule | None
+        self, shard: Shard, made: NativeMLP | TritonMLP | None, given: HandedOver, rule: SkipRule | None
     ) -> Tensor:
         """As `_partial`; the weights of a prompt's cold neurons go to the primary tier, a few at a time, where that is
         sooner than to compute with them where they are.
@@ -156,7 +161,9 @@ class HybridMLP(HybridBlock):
             total = total + self._partial(part, None, given, None)
         return total
 
-    def _partial(self, shard: Shard, made: NativeMLP | None, given: HandedOver, rule: SkipRule | None) -> Tensor:
+    def _partial(
+        self, shard: Shard, made: NativeMLP | TritonMLP | None, given: HandedOver, rule: SkipRule | None
+    ) -> Tensor:
         """What the neurons of one tier add to the output: fp32 [tokens, d_model]."""
         device, names = shard.tier.device, self.names
         x = given.at(device)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import native, reference
+from . import native, reference, triton_ops
 from .codebooks import COMPUTE_DTYPES
 from .input_matrix import InputMatrix
 from .neuron_matrix import NeuronMatrix, index_fault, row_chunks
@@ -36,7 +36,7 @@ def gathered_row_product(
     multiples of its absmax / 32512, held in two signed bytes, and multiplies integers (a row that holds NaN or infinity
     becomes NaN); with many rows, on a CPU with AMX, it is what "bf16" is. An unpacked matrix takes x as it is, or
     multiplies in its own dtype. The gradient is that of the product without rounding, computed with `compute_dtype` in
-    turn.
+    turn. On a GPU "int8" takes a few rows of x as they are, and many rows are what "bf16" is.
 
     Raises ValueError for another shape, dtype, device or index.
     """
@@ -44,6 +44,8 @@ def gathered_row_product(
     count = matrix.rows if index is None else index.shape[0]
     if _wants_gradient(x):
         return _Differentiable.apply(x, matrix, index, compute_dtype, (gathered_row_product, gathered_accumulate))
+    if (on_gpu := _in_triton("row_product", matrix, x, index, compute_dtype)) is not None:
+        return on_gpu
     if (natively := _natively("row_product", matrix, x, index, compute_dtype, _FEW[compute_dtype], count)) is not None:
         return natively
     if fault := index_fault(index, matrix.rows):
@@ -75,6 +77,8 @@ def gathered_accumulate(
     rounding = "bf16" if compute_dtype == "bf16" else "fp32"
     factors = a.to(torch.bfloat16) if rounding == "bf16" else a
     few = _FEW[rounding]
+    if (on_gpu := _in_triton("accumulate", matrix, a, index, compute_dtype)) is not None:
+        return on_gpu
     if (natively := _natively("accumulate", matrix, factors, index, compute_dtype, few, matrix.cols)) is not None:
         return natively
     if fault := index_fault(index, matrix.rows):
@@ -211,6 +215,27 @@ def _natively(
     if not fits:
         raise ValueError(index_fault(index, matrix.rows))
     return out
+
+
+def _in_triton(
+    operator: str, matrix: NeuronMatrix, x: Tensor, index: Tensor | None, compute_dtype: str
+) -> Tensor | None:
+    """float32 [n, width] from the Triton kernel of that name; None where another road is taken: no GPU, or a product
+    that cuBLAS has. Raises ValueError for a bad index.
+    """
+    if not triton_ops.runs_on(matrix.device):
+        return None
+    few = x.shape[0] <= triton_ops.FEW
+    if matrix.weight is not None and not (few and index is not None):
+        return None
+    if fault := index_fault(index, matrix.rows):
+        raise ValueError(fault)
+    if not few:
+        many = triton_ops.many_row_product if operator == "row_product" else triton_ops.many_accumulate
+        return many(matrix, x, index, compute_dtype == "fp32")
+    plain = triton_ops.row_product if operator == "row_product" else triton_ops.accumulate
+    rounds = compute_dtype == "bf16" and matrix.weight is None
+    return plain(matrix, x.to(torch.bfloat16) if rounds else x, index)
 
 
 def _prefers_amx(level: int, operator: str, matrix: NeuronMatrix, n: int, compute_dtype: str) -> bool:

@@ -253,7 +253,7 @@ def _activated(value, ACTIVATION: tl.constexpr):
         return 0.5 * value * (1.0 + tl.erf(value * 0.7071067811865476))
     if ACTIVATION == 2:
         inner = 0.7978845608028654 * (value + 0.044715 * value * value * value)
-        return value * (1.0 - 1.0 / (1.0 + tl.exp(2.0 * inner)))  # (1 + tanh(inner)) / 2
+        return value / (1.0 + tl.exp(-2.0 * inner))  # (1 + tanh(inner)) / 2
     positive = tl.where(value <= 0.0, 0.0, value)  # NaN stays
     if ACTIVATION == 3:
         return positive
@@ -388,6 +388,14 @@ def place_set(
 
 
 @triton.jit
+def _to_bfloat16_and_back(values):
+    """To the nearest, half to even; the interpreter's conversion would cut."""
+    bits = values.to(tl.float32).to(tl.uint32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+    return rounded.to(tl.uint32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def many_row_product(
     x,
     codes,
@@ -443,8 +451,8 @@ def many_row_product(
         if FULL:
             total += tl.dot(seen.to(tl.float32), tl.trans(weights), input_precision="ieee")
         elif INTERPRETED:
-            rounded = weights.to(tl.bfloat16).to(tl.float32)
-            total += tl.dot(seen.to(tl.bfloat16).to(tl.float32), tl.trans(rounded), input_precision="ieee")
+            rounded = tl.trans(_to_bfloat16_and_back(weights))
+            total += tl.dot(_to_bfloat16_and_back(seen), rounded, input_precision="ieee")
         else:
             total += tl.dot(seen.to(tl.bfloat16), tl.trans(weights.to(tl.bfloat16)))
     tl.store(out + token[:, None] * maximum + at[None, :], total, mask=(token < n)[:, None] & (at < maximum)[None, :])
@@ -501,8 +509,8 @@ def many_accumulate(
         if FULL:
             total += tl.dot(factors.to(tl.float32), weights, input_precision="ieee")
         elif INTERPRETED:
-            rounded = weights.to(tl.bfloat16).to(tl.float32)
-            total += tl.dot(factors.to(tl.bfloat16).to(tl.float32), rounded, input_precision="ieee")
+            rounded = _to_bfloat16_and_back(weights)
+            total += tl.dot(_to_bfloat16_and_back(factors), rounded, input_precision="ieee")
         else:
             total += tl.dot(factors.to(tl.bfloat16), weights.to(tl.bfloat16))
     tl.store(out + token[:, None] * cols + column[None, :], total, mask=(token < n)[:, None] & (column < cols)[None, :])

@@ -9,7 +9,9 @@ Rows that an index does not list, and rows of `up` and `down` whose neuron turne
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
+import warnings
 from typing import Any
 
 import torch
@@ -25,6 +27,19 @@ TILE = 1024  # scores that are looked at together
 DOT = {"TOKENS": 32, "ROWS": 64, "WIDTH": 64}
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 FEW = 4  # up to so many activation rows each reads the weights for itself
+
+
+@functools.cache
+def is_installed() -> bool:
+    if importlib.util.find_spec("triton") is None:
+        warnings.warn("triton is not installed: on a GPU slow PyTorch operators stand in for its kernels", stacklevel=4)
+        return False
+    return True
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether these operators serve tensors there. Where only Triton is missing, a warning says so once."""
+    return device.type == "cuda" and is_installed()
 
 
 @functools.cache
@@ -223,9 +238,7 @@ def many_row_product(matrix: NeuronMatrix, x: Tensor, index: Tensor | None, full
         sizes = (n, maximum, matrix.cols, x.stride(0), code_stride, scale_stride)
         grid = (_up(maximum, DOT["ROWS"]), _up(n, DOT["TOKENS"]))
         how = {"HAS_INDEX": chosen["HAS_INDEX"], "FULL": full, "INTERPRETED": INTERPRETED, **DOT}
-        _kernels().many_row_product[grid](
-            x, *stored, listed, out, *sizes, **form, HAS_INDEX=has_index, FULL=full, **DOT
-        )
+        _kernels().many_row_product[grid](x, *stored, listed, out, *sizes, **form, **how)
     return out
 
 

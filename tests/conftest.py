@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run side by side: two pools that spin ruin each other
+os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
 
 import importlib
 from collections.abc import Callable, Iterator
