@@ -19,7 +19,6 @@ from .calibration import calibrate
 from .checkpoint import open_checkpoint
 from .config import CACHE_DTYPES, SparseConfig, WeightOnlyQuantConfig
 from .gguf_header import read_gguf_header
-from .hardware import find_tiers
 from .log import logger, show_progress_messages
 from .model import PLAN_FOLDER, SparseMixin, as_sparse, block_neurons, model_fingerprint
 from .plan import PlacementPlan, PlanError, PlanKey
@@ -168,7 +167,7 @@ class SparseAutoModelForCausalLM:
         sparse.use_plan(found)
         sparse.given_tiers, sparse.placements_directory = options.tiers, directory
         sparse.cache_tokens = _cache_tokens(options, sparse.config)
-        sparse.solve(options.tiers or find_tiers(options.gpu_budget))
+        sparse.solve(options.tiers or sparse.found_tiers(options.gpu_budget))
         return (sparse, info) if output_loading_info else sparse
 
 

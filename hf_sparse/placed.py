@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache
 
 from hf_sparse.modeling import (
     BlockId,
+    HybridAttention,
     HybridBlock,
     PackedHead,
     Placement,
@@ -53,7 +54,7 @@ class PlacedMixin(PreTrainedModel):
     _home_hooks: tuple[RemovableHandle, ...] = ()
 
     @property
-    def device(self) -> torch.device:  # type: ignore[override]
+    def device(self) -> torch.device:
         """The primary tier's: inputs belong there, logits come from there."""
         return self.placement.tiers[0].device if "placement" in self.__dict__ else super().device
 
@@ -105,7 +106,7 @@ class PlacedMixin(PreTrainedModel):
         return {
             block.id: block.cache_bytes_per_token(dtype) * self.cache_tokens
             for block in hybrid_blocks(self)
-            if block.id.kind == "attention"
+            if isinstance(block, HybridAttention)
         }
 
     # Placing
@@ -147,6 +148,12 @@ class PlacedMixin(PreTrainedModel):
         """Places every neuron as the plan and `tiers` say. Raises ValueError where they have no room."""
         self.place(choose_placement(self, tiers, self.cache_tokens, self.placements_directory).placement)
 
+    def found_tiers(self, gpu_budget: int | str | Mapping[str, int | str] | None) -> tuple[Tier, ...]:
+        """This machine's, with their bandwidths for weights of this format and of this size."""
+        weight_dtype = next(hybrid_blocks(self)).weights.weight_dtype
+        weights = {None: "bf16", "int8": "int8"}.get(weight_dtype, "4-bit")
+        return find_tiers(gpu_budget, weights, max(1, self.get_memory_footprint()))
+
     def set_gpu_budget(self, gpu_budget: int | str | Mapping[str, int | str] | None) -> None:
         """Solves the placement anew for another budget, as in `from_pretrained`, and moves neurons: nothing is loaded
         again. Caches that are in use go on.
@@ -155,7 +162,7 @@ class PlacedMixin(PreTrainedModel):
         ValueError for a budget that is none, or too small, or larger than its device; nothing is moved then.
         """
         if self.given_tiers is None:
-            self.solve(find_tiers(gpu_budget))
+            self.solve(self.found_tiers(gpu_budget))
             return
         budgets = gpu_budget if isinstance(gpu_budget, Mapping) else {self.given_tiers[0].name: gpu_budget}
         names = [tier.name for tier in self.given_tiers]

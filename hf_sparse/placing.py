@@ -20,10 +20,10 @@ from .plan import BlockProfile
 from .plan_store import load_placement, placement_key, save_placement
 
 if TYPE_CHECKING:
-    from .model import SparseMixin
+    from .placed import PlacedMixin
 
 
-def placement_blocks(model: SparseMixin, cache_tokens: int) -> list[PlacementBlock]:
+def placement_blocks(model: PlacedMixin, cache_tokens: int) -> list[PlacementBlock]:
     """Embeddings, the blocks of every layer, the head: in the order in which a token goes through them.
 
     `cache_tokens`: what the keys and values of a KV group take room for; half of them are read by an average token.
@@ -34,7 +34,7 @@ def placement_blocks(model: SparseMixin, cache_tokens: int) -> list[PlacementBlo
     return [*before, *made, *(part for id, part in parts.items() if id.kind == "head")]
 
 
-def _placement_block(block: HybridBlock, model: SparseMixin, cache_tokens: int) -> PlacementBlock:
+def _placement_block(block: HybridBlock, model: PlacedMixin, cache_tokens: int) -> PlacementBlock:
     """A neuron is worth the bytes that it makes its tier read for a token; among equals, what it contributes
     decides.
     """
@@ -54,7 +54,7 @@ def _whole_part(id: BlockId, nbytes: int, read: int) -> PlacementBlock:
     return PlacementBlock(id, nbytes, worth, worth)
 
 
-def choose_placement(model: SparseMixin, tiers: Sequence[Tier], cache_tokens: int, directory: Path | None) -> Solution:
+def choose_placement(model: PlacedMixin, tiers: Sequence[Tier], cache_tokens: int, directory: Path | None) -> Solution:
     """The placement kept in `directory` for these tiers, else one that is solved and kept there.
 
     Raises ValueError where the neurons do not fit.

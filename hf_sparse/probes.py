@@ -103,7 +103,7 @@ def cpu_bandwidths(device: torch.device) -> Bandwidths:
     for size in (SMALL, MIDDLE, len(buffer)):
         part = buffer[: size // len(row) * len(row)]
         works = {name: functools.partial(way, part) for name, way in ways.items()}
-        seconds = best_median(works, repeats=9 if size == SMALL else 1)
+        seconds = best_median(works, rounds=5, repeats=5 if size == SMALL else 1)
         net = {name: without_fixed(seconds[name], fixed[name]) for name in works}
         best = min(net, key=net.__getitem__)
         found.append((len(part), len(part) / net[best]))

@@ -264,7 +264,7 @@ def _worth_having(block: PlacementBlock, options: _Options) -> list[int]:
     """
     order = sorted(range(len(options.seconds)), key=lambda i: (int(options.counts[i].sum()), float(options.seconds[i])))
     best: dict[tuple[bool, ...], float] = {}  # by which tiers are used
-    kept = []
+    kept: list[int] = []
     for i, counts, seconds in zip(order, options.counts[order].tolist(), options.seconds[order].tolist(), strict=True):
         tiers = tuple(n > 0 for n in counts)
         if seconds < best.get(tiers, math.inf) * (1 - 1e-9) or sum(counts) in (0, block.neurons):

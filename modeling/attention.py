@@ -132,7 +132,8 @@ class HybridAttention(HybridBlock):
 
     def cache_bytes_per_token(self, dtype: torch.dtype) -> int:
         """What keys and values of one neuron (a KV group) take in a cache of `dtype`; int8 has a scale per head."""
-        module, config = self._template[0], getattr(self._template[0], "config", None)
+        module: Any = self._template[0]
+        config = getattr(module, "config", None)
         heads = getattr(config, "num_attention_heads", None) or module.num_heads
         head_dim = getattr(module, "head_dim", None) or self.width_of("output") // heads
         cached = self._cached_heads(config, heads)

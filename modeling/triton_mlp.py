@@ -4,8 +4,10 @@ quantization/triton_ops.py one after the other, recorded once in a CUDA graph an
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -49,6 +51,7 @@ class TritonMLP:
             raise NotUsual("gate and up are stored in different ways")
         self._down = shard.by_neuron(names.down)
         self._rounds = block.weights.compute_dtype == "bf16"
+        self._rounds_weights = self._rounds and self._gate.weight is None  # numbers take activations as they are
         neurons = None if count == block.neurons else shard.neurons.long()
         self._inputs_below = self._thresholds("input", shard, None)
         self._gates_below = self._thresholds("gate", shard, neurons)
@@ -72,18 +75,26 @@ class TritonMLP:
         x = x.to(torch.float32)
         if not self._records:
             return self._step(x, rules, counters)
+        with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
+            return self._replayed(x, rules, counters)
+
+    def _replayed(self, x: Tensor, rules: bool, counters: Tensor) -> Tensor:
         recorded = self._replays.get(rules)
         if recorded is None or recorded[2] is not counters:
             given, before = x.clone(), counters.clone()
-            recorded = self._replays[rules] = given, record(lambda: self._step(given, rules, counters)), counters
+            recorded = self._replays[rules] = (
+                given,
+                record(lambda: self._step(given, rules, counters), x.device),
+                counters,
+            )
             counters.copy_(before)  # the runs of the recording are no tokens
         given, replay, _ = recorded
         given.copy_(x)
         return replay().clone()  # the next replay writes to the same memory
 
     def _step(self, x: Tensor, rules: bool, counters: Tensor) -> Tensor:
-        form = {"gate_bias": self._gate_bias, "up_bias": self._up_bias}
-        seen = x.to(torch.bfloat16).float() if self._rounds else x
+        form: dict[str, Any] = {"gate_bias": self._gate_bias, "up_bias": self._up_bias}
+        seen = self._rounded(x)
         if not rules:
             hidden, _ = triton_ops.gate_up(self._gate, self._up, seen, self._activation, **form)
             return triton_ops.accumulate(self._down, self._rounded(hidden)[None])
@@ -95,7 +106,7 @@ class TritonMLP:
         index = count = None
         if self._predictor is not None:
             predictor = self._predictor
-            index, count = triton_ops.predict(predictor.fc1, predictor.fc2, predictor.bias, seen)
+            index, count = triton_ops.predict(predictor.fc1, predictor.fc2, predictor.bias, x, self._rounds)
         hidden, kept = triton_ops.gate_up(
             self._gate,
             self._up,
@@ -118,7 +129,7 @@ class TritonMLP:
         return triton_ops.accumulate(self._down, hidden, stays, count, by_row=True)
 
     def _rounded(self, hidden: Tensor) -> Tensor:
-        return hidden.to(torch.bfloat16).float() if self._rounds else hidden
+        return hidden.to(torch.bfloat16).float() if self._rounds_weights else hidden
 
     def _count(self, what: str, kept: Tensor, counters: Tensor) -> None:
         row = counters[self._rows[what]]
@@ -135,19 +146,27 @@ def records_on(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def record(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+@functools.cache
+def _memory(device: torch.device) -> Any:
+    """What all graphs of a device share: they are replayed one after the other, and outputs are copied at once."""
+    return torch.cuda.graph_pool_handle()
+
+
+def record(step: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
     """`step`, whose tensors keep their places, as a CUDA graph: what comes back replays it and returns its output,
     always the same tensor.
     """
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(WARM_UPS):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = step()
+    with torch.cuda.device(device):
+        stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UPS):
+                step()
+        current.wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # of this thread alone: another one may use the device meanwhile
+        with torch.cuda.graph(graph, pool=_memory(device), capture_error_mode="thread_local"):
+            output = step()
 
     def replay() -> Tensor:
         graph.replay()

@@ -20,7 +20,7 @@ def _scaled(values, scales, offsets, at, mask, HAS_OFFSET: tl.constexpr):
 
 
 @triton.jit
-def _tile(
+def tile(
     codes,
     scales,
     offsets,
@@ -87,11 +87,12 @@ def _dots(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """float32 [ROWS]: <x, row> of the rows that are kept."""
+    """float32 [ROWS]: <x, row> of the rows that are kept. Where none is, nothing is computed."""
     total = tl.zeros([ROWS], tl.float32)
+    some = tl.max(kept.to(tl.int32), axis=0)
     if FORMAT == 0:
         nbytes = (cols + 31) // 32 * 16
-        for start in range(0, nbytes, WIDTH):
+        for start in range(0, nbytes * some, WIDTH):
             byte = start + tl.arange(0, WIDTH)
             mask = kept[:, None] & (byte < nbytes)[None, :]
             low, high = _halves(
@@ -102,10 +103,10 @@ def _dots(
             x_high = tl.load(x + at + 16, mask=at + 16 < cols, other=0.0).to(tl.float32)
             total += tl.sum(low * x_low[None, :] + high * x_high[None, :], axis=1)
     else:
-        for start in range(0, cols, WIDTH):
+        for start in range(0, cols * some, WIDTH):
             at = start + tl.arange(0, WIDTH)
             mask = kept[:, None] & (at < cols)[None, :]
-            weights = _tile(
+            weights = tile(
                 codes, scales, offsets, table, rows, at, mask, code_stride, scale_stride, GROUP, FORMAT, HAS_OFFSET
             )
             total += tl.sum(weights * tl.load(x + at, mask=at < cols, other=0.0).to(tl.float32)[None, :], axis=1)
@@ -113,7 +114,7 @@ def _dots(
 
 
 @triton.jit
-def _listed(index, count, maximum, first, LENGTH: tl.constexpr, HAS_INDEX: tl.constexpr, HAS_COUNT: tl.constexpr):
+def listed(index, count, maximum, first, LENGTH: tl.constexpr, HAS_INDEX: tl.constexpr, HAS_COUNT: tl.constexpr):
     """Positions first .. first + LENGTH - 1 of a selection: the rows there, and which are within it."""
     at = first + tl.arange(0, LENGTH)
     stop = maximum
@@ -151,7 +152,7 @@ def row_product(
 ):
     """out [n, maximum]; grid (positions / ROWS, n)."""
     n = tl.program_id(1)
-    at, rows, within = _listed(index, count, maximum, tl.program_id(0) * ROWS, ROWS, HAS_INDEX, HAS_COUNT)
+    at, rows, within = listed(index, count, maximum, tl.program_id(0) * ROWS, ROWS, HAS_INDEX, HAS_COUNT)
     total = _dots(
         x + n * x_stride,
         codes,
@@ -231,7 +232,7 @@ def accumulate(
             low_sum += tl.sum(tl.where(mask, low * factors[:, None], 0.0), axis=0)
             high_sum += tl.sum(tl.where(mask, high * factors[:, None], 0.0), axis=0)
         else:
-            weights = _tile(
+            weights = tile(
                 codes, scales, offsets, table, rows, unit, mask, code_stride, scale_stride, GROUP, FORMAT, HAS_OFFSET
             )
             low_sum += tl.sum(tl.where(mask, weights * factors[:, None], 0.0), axis=0)
@@ -301,7 +302,7 @@ def gate_up(
     """hidden [maximum]: act(<x_gate, gate row> + bias) * (<x, up row> + bias), 0 where left out; kept_gates int8
     [maximum]. SKIPS: where the activated gate is 0, or below its threshold, the row of up is not read.
     """
-    at, rows, within = _listed(index, count, maximum, tl.program_id(0) * ROWS, ROWS, HAS_INDEX, HAS_COUNT)
+    at, rows, within = listed(index, count, maximum, tl.program_id(0) * ROWS, ROWS, HAS_INDEX, HAS_COUNT)
     gate = _dots(
         x_gate,
         gate_codes,
@@ -385,132 +386,3 @@ def place_set(
     chosen = (at < length) & ~(value <= 0.0)
     place = before + tl.cumsum(chosen.to(tl.int32), axis=0) - 1
     tl.store(index + place, at, mask=chosen)
-
-
-@triton.jit
-def _to_bfloat16_and_back(values):
-    """To the nearest, half to even; the interpreter's conversion would cut."""
-    bits = values.to(tl.float32).to(tl.uint32, bitcast=True)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-    return rounded.to(tl.uint32).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def many_row_product(
-    x,
-    codes,
-    scales,
-    offsets,
-    table,
-    index,
-    out,
-    n,
-    maximum,
-    cols,
-    x_stride,
-    code_stride,
-    scale_stride,
-    GROUP: tl.constexpr,
-    FORMAT: tl.constexpr,
-    HAS_OFFSET: tl.constexpr,
-    HAS_INDEX: tl.constexpr,
-    FULL: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-    TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """out [n, maximum] = x @ W[index].T; grid (positions / ROWS, n / TOKENS). FULL: in float32, else in bfloat16.
-
-    INTERPRETED: Triton's interpreter multiplies the bits of bfloat16 as whole numbers, so they go there as float32.
-    """
-    at, rows, within = _listed(index, index, maximum, tl.program_id(0) * ROWS, ROWS, HAS_INDEX, False)
-    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    total = tl.zeros([TOKENS, ROWS], tl.float32)
-    for start in range(0, cols, WIDTH):
-        column = start + tl.arange(0, WIDTH)
-        weights = _tile(
-            codes,
-            scales,
-            offsets,
-            table,
-            rows,
-            column,
-            within[:, None] & (column < cols)[None, :],
-            code_stride,
-            scale_stride,
-            GROUP,
-            FORMAT,
-            HAS_OFFSET,
-        )
-        seen = tl.load(
-            x + token[:, None] * x_stride + column[None, :],
-            mask=(token < n)[:, None] & (column < cols)[None, :],
-            other=0.0,
-        )
-        if FULL:
-            total += tl.dot(seen.to(tl.float32), tl.trans(weights), input_precision="ieee")
-        elif INTERPRETED:
-            rounded = tl.trans(_to_bfloat16_and_back(weights))
-            total += tl.dot(_to_bfloat16_and_back(seen), rounded, input_precision="ieee")
-        else:
-            total += tl.dot(seen.to(tl.bfloat16), tl.trans(weights.to(tl.bfloat16)))
-    tl.store(out + token[:, None] * maximum + at[None, :], total, mask=(token < n)[:, None] & (at < maximum)[None, :])
-
-
-@triton.jit
-def many_accumulate(
-    a,
-    codes,
-    scales,
-    offsets,
-    table,
-    index,
-    out,
-    n,
-    maximum,
-    cols,
-    a_stride,
-    code_stride,
-    scale_stride,
-    GROUP: tl.constexpr,
-    FORMAT: tl.constexpr,
-    HAS_OFFSET: tl.constexpr,
-    HAS_INDEX: tl.constexpr,
-    FULL: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-    TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """out [n, cols] = a @ W[index]; grid (columns / WIDTH, n / TOKENS)."""
-    column = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    total = tl.zeros([TOKENS, WIDTH], tl.float32)
-    for start in range(0, maximum, ROWS):
-        at, rows, within = _listed(index, index, maximum, start, ROWS, HAS_INDEX, False)
-        weights = _tile(
-            codes,
-            scales,
-            offsets,
-            table,
-            rows,
-            column,
-            within[:, None] & (column < cols)[None, :],
-            code_stride,
-            scale_stride,
-            GROUP,
-            FORMAT,
-            HAS_OFFSET,
-        )
-        factors = tl.load(
-            a + token[:, None] * a_stride + at[None, :], mask=(token < n)[:, None] & within[None, :], other=0.0
-        )
-        if FULL:
-            total += tl.dot(factors.to(tl.float32), weights, input_precision="ieee")
-        elif INTERPRETED:
-            rounded = _to_bfloat16_and_back(weights)
-            total += tl.dot(_to_bfloat16_and_back(factors), rounded, input_precision="ieee")
-        else:
-            total += tl.dot(factors.to(tl.bfloat16), weights.to(tl.bfloat16))
-    tl.store(out + token[:, None] * cols + column[None, :], total, mask=(token < n)[:, None] & (column < cols)[None, :])

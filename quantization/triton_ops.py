@@ -50,6 +50,13 @@ def _kernels() -> Any:
 
 
 @functools.cache
+def _prompt_kernels() -> Any:
+    from . import triton_prompt_kernels
+
+    return triton_prompt_kernels
+
+
+@functools.cache
 def _table(weight_dtype: str, device: torch.device) -> Tensor:
     table = codebook(weight_dtype).table
     return torch.zeros(1, device=device) if table is None else table.to(device, torch.float32)
@@ -217,12 +224,14 @@ def compact(scores: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]
     return index, count
 
 
-def predict(fc1: NeuronMatrix, fc2: NeuronMatrix, bias: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+def predict(
+    fc1: NeuronMatrix, fc2: NeuronMatrix, bias: Tensor, x: Tensor, rounds: bool = False
+) -> tuple[Tensor, Tensor]:
     """The rows of `fc2` whose score fc2 @ relu(fc1 @ x) + bias is above zero (or NaN), as `compact` gives them. `x`
-    [1, cols], `bias` float32 [rows of fc2].
+    [1, cols], `bias` float32 [rows of fc2]. `rounds`: activations to bfloat16.
     """
-    hidden = row_product(fc1, x).relu_()
-    return compact(row_product(fc2, hidden)[0], bias)
+    hidden = row_product(fc1, x.to(torch.bfloat16) if rounds else x).relu_()
+    return compact(row_product(fc2, hidden.to(torch.bfloat16) if rounds else hidden)[0], bias)
 
 
 def many_row_product(matrix: NeuronMatrix, x: Tensor, index: Tensor | None, full: bool) -> Tensor:
@@ -238,7 +247,7 @@ def many_row_product(matrix: NeuronMatrix, x: Tensor, index: Tensor | None, full
         sizes = (n, maximum, matrix.cols, x.stride(0), code_stride, scale_stride)
         grid = (_up(maximum, DOT["ROWS"]), _up(n, DOT["TOKENS"]))
         how = {"HAS_INDEX": chosen["HAS_INDEX"], "FULL": full, "INTERPRETED": INTERPRETED, **DOT}
-        _kernels().many_row_product[grid](x, *stored, listed, out, *sizes, **form, **how)
+        _prompt_kernels().many_row_product[grid](x, *stored, listed, out, *sizes, **form, **how)
     return out
 
 
@@ -253,5 +262,5 @@ def many_accumulate(matrix: NeuronMatrix, a: Tensor, index: Tensor | None, full:
         sizes = (n, maximum, matrix.cols, a.stride(0), code_stride, scale_stride)
         grid = (_up(matrix.cols, DOT["WIDTH"]), _up(n, DOT["TOKENS"]))
         how = {"HAS_INDEX": chosen["HAS_INDEX"], "FULL": full, "INTERPRETED": INTERPRETED, **DOT}
-        _kernels().many_accumulate[grid](a, *stored, listed, out, *sizes, **form, **how)
+        _prompt_kernels().many_accumulate[grid](a, *stored, listed, out, *sizes, **form, **how)
     return out

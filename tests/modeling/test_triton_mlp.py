@@ -123,7 +123,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Simulated tiers record and replay; how often each recording was replayed."""
     replays: list[int] = []
 
-    def record(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def record(step: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
         for _ in range(module.WARM_UPS):
             step()
         output, number = step(), len(replays)

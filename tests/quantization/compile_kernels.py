@@ -10,7 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from hf_sparse.quantization import triton_kernels, triton_ops
+from hf_sparse.quantization import triton_kernels, triton_ops, triton_prompt_kernels
 
 POINTERS = {
     **dict.fromkeys(("codes", "gate_codes", "up_codes"), "*u8"),
@@ -57,7 +57,7 @@ def pointer(name: str, form: int) -> str:
 def main() -> None:
     target = GPUTarget("cuda", int(sys.argv[1]), 32)
     for name, sizes in KERNELS.items():
-        kernel = getattr(triton_kernels, name)
+        kernel = getattr(triton_prompt_kernels if name.startswith("many") else triton_kernels, name)
         variants = [*VARIANTS, {"FULL": True}] if name.startswith("many") else VARIANTS
         for variant in variants if "FORMAT" in kernel.arg_names else [{}]:
             constants = {
