@@ -90,7 +90,7 @@ def solve_placement(
         )
 
     greedy = _greedy(choices, [block.impact for block in blocks])
-    left = max(0.7 * time_limit - (time.perf_counter() - started), 0.2 * time_limit)
+    left = max(0.55 * time_limit - (time.perf_counter() - started), 0.2 * time_limit)
     answer = (by_time if goal == "time" else by_impact)(blocks, tiers, resident_bytes, group_size, left)
     status, solved = answer.status, None
     if answer.counts is not None:

@@ -188,7 +188,8 @@ def by_time(
     knapsack, whose relaxation is whole but for a block or two), first by groups, then, near what was chosen, by neuron.
     """
     began = time.perf_counter()
-    totals = [corners(block.read_bytes[block.order], group_size) for block in blocks]
+    ways = 1 if len(tiers) == 2 else len(tiers)  # of sharing neurons between the fast tiers, each with its options
+    totals = [_thinned(corners(block.read_bytes[block.order], group_size), ways) for block in blocks]
     choice: list[Tensor] | None = None
     status = solver = ""
     for zoom in range(2):
@@ -201,17 +202,22 @@ def by_time(
         if choice is None or all(len(at) == block.neurons + 1 for at, block in zip(totals, blocks, strict=True)):
             break
         totals = [
-            _around(at, int(counts.sum()), block.neurons)
+            _around(at, int(counts.sum()), block.neurons, MAX_GROUPS // ways)
             for block, at, counts in zip(blocks, totals, choice, strict=True)
         ]
     return Answer(status, solver, choice, least_seconds(blocks, tiers, resident_bytes))
 
 
-def _around(totals: Tensor, chosen: int, neurons: int) -> Tensor:
-    """0, all, and at most MAX_GROUPS numbers from the one before `chosen` in `totals` to the one after."""
+def _thinned(totals: Tensor, step: int) -> Tensor:
+    """Every `step`-th of many, and the last."""
+    return totals if len(totals) <= MIN_GROUPS else torch.unique(torch.cat((totals[::step], totals[-1:])))
+
+
+def _around(totals: Tensor, chosen: int, neurons: int, most: int) -> Tensor:
+    """0, all, and at most `most` numbers from the one before `chosen` in `totals` to the one after."""
     at = int(torch.searchsorted(totals, chosen))
     low, high = int(totals[max(at - 1, 0)]), int(totals[min(at + 1, len(totals) - 1)])
-    inner = torch.linspace(low, high, min(high - low + 1, MAX_GROUPS)).round().long()
+    inner = torch.linspace(low, high, min(high - low + 1, most)).round().long()
     return torch.unique(torch.cat((torch.tensor([0, chosen, neurons]), inner)))
 
 

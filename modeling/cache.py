@@ -198,7 +198,8 @@ def take_back(cache: Cache, lengths: Sequence[int]) -> bool:
     """
     for i, layer in enumerate(cache.layers):
         length = lengths[i] if i < len(lengths) else 0
-        for part in layer.parts if isinstance(layer, TieredCacheLayer) else [layer]:
+        parts: list[Any] = layer.parts if isinstance(layer, TieredCacheLayer) else [layer]
+        for part in parts:
             more = int(part.get_seq_length()) - length
             try:
                 if more:
@@ -209,4 +210,5 @@ def take_back(cache: Cache, lengths: Sequence[int]) -> bool:
 
 
 def layer_lengths(cache: Cache | None) -> list[int]:
-    return [] if cache is None else [int(layer.get_seq_length()) for layer in cache.layers]
+    layers: list[Any] = [] if cache is None else cache.layers
+    return [int(layer.get_seq_length()) for layer in layers]
