@@ -129,4 +129,3 @@ def token_time(blocks: Sequence[PlacementBlock], placement: Placement) -> TokenT
         changes += home is not None and home != lies_on_the_last
         home = lies_on_the_last
     return TokenTime(times, changes * placement.tiers[0].sync_seconds / 2)
-

@@ -34,6 +34,7 @@ from hf_sparse.modeling import (
 from .config import parse_bytes
 from .hardware import find_tiers
 from .log import logger, warn_once
+from .placement import Solution
 from .placing import bytes_by_tier, choose_placement, placement_blocks, without_coldest
 from .plan import PlacementPlan
 from .report import PlacementSummary, summarize_placement
@@ -46,6 +47,7 @@ class PlacedMixin(PreTrainedModel):
 
     plan: PlacementPlan
     placement: Placement
+    solution: Solution | None = None  # that the placement is of; None where it was given or changed since
     cache_dtype: torch.dtype | None = None  # of keys and values in generate(); None: the model's
     cache_tokens: int = 0  # that budgets leave room for
     given_tiers: tuple[Tier, ...] | None = None  # by the user, instead of the devices found
@@ -95,10 +97,11 @@ class PlacedMixin(PreTrainedModel):
         return predictors + sum(_own_bytes(rest, recurse=False))
 
     def placement_summary(self) -> PlacementSummary:
-        """Neurons and bytes on each tier; prints as a table."""
-        return summarize_placement(
+        """Neurons and bytes on each tier, and how that was solved; prints as a table."""
+        summary = summarize_placement(
             list(hybrid_blocks(self)), self.placement, self.resident_bytes(), self.part_bytes(), self._cache_room()
         )
+        return dataclasses.replace(summary, solution="" if self.solution is None else str(self.solution))
 
     def _cache_room(self) -> dict[BlockId, int]:
         """By block, bytes that a neuron's keys and values may take."""
@@ -135,7 +138,7 @@ class PlacedMixin(PreTrainedModel):
             for module in modules:
                 hooks += settle_part(module, tier, tiers[0], read if module is modules[-1] else 0)
         self._home_hooks = tuple(hooks)
-        self.placement = placement
+        self.placement, self.solution = placement, None
         self._engine_tried = False
 
     def _growth(self, block: HybridBlock, placement: Placement) -> int:
@@ -146,7 +149,9 @@ class PlacedMixin(PreTrainedModel):
 
     def solve(self, tiers: tuple[Tier, ...]) -> None:
         """Places every neuron as the plan and `tiers` say. Raises ValueError where they have no room."""
-        self.place(choose_placement(self, tiers, self.cache_tokens, self.placements_directory).placement)
+        solution = choose_placement(self, tiers, self.cache_tokens, self.placements_directory)
+        self.place(solution.placement)
+        self.solution = solution
 
     def found_tiers(self, gpu_budget: int | str | Mapping[str, int | str] | None) -> tuple[Tier, ...]:
         """This machine's, with their bandwidths for weights of this format and of this size."""

@@ -36,11 +36,11 @@ class PlacementSummary:
     mlp_neurons: int
     kv_groups: int
     resident_bytes: int
+    solution: str = ""  # how it was solved
 
     def __rich__(self) -> Table:
-        table = Table(
-            title="Placement", caption=f"{self.resident_bytes:,} bytes on the first tier are norms and biases"
-        )
+        caption = f"{self.resident_bytes:,} bytes on the first tier are norms and biases"
+        table = Table(title="Placement", caption=f"{caption}\n{self.solution}" if self.solution else caption)
         for heading in ("tier", "MLP neurons", "KV groups", "with", "bytes", "room for the cache", "budget"):
             table.add_column(heading, justify="left" if heading in ("tier", "with") else "right")
         for tier in self.tiers:

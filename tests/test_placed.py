@@ -125,6 +125,15 @@ def test_embeddings_and_head_compete_with_neurons(llama: Path) -> None:
     same(logits(load(llama)), logits(model))
 
 
+def test_a_placement_tells_how_it_was_solved(llama: Path) -> None:
+    model = load(llama, tiers=tiers(100_000))
+    assert model.solution.placement is model.placement
+    text = " ".join(str(model.placement_summary()).split())
+    assert f"{model.solution.status}, by {model.solution.solver}" in text and "from the best" in text
+    model.place(model.placement)
+    assert model.solution is None and "from the best" not in str(model.placement_summary())
+
+
 def test_a_longer_cache_leaves_less_room_for_neurons(llama: Path) -> None:
     budget = total_bytes(load(llama, cache_tokens=0)) // 2
     neurons = []
