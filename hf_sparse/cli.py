@@ -1,4 +1,4 @@
-"""The command line: `hf-sparse run`, `plan`, `eval`, `demo` and `doctor`.
+"""The command line: `hf-sparse run`, `plan`, `eval`, `demo`, `doctor`; `estimate` is in cli_estimate.py.
 
 What was asked for goes to stdout, everything else to stderr. torch and transformers are imported inside the commands,
 so that `--help` answers at once.
@@ -7,24 +7,32 @@ so that `--help` answers at once.
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
 from . import __version__
+from .cli_estimate import estimate
+from .cli_options import (
+    EVALUATION,
+    GENERATION,
+    LOADING,
+    GroupSize,
+    WeightDtype,
+    check_parent,
+    stderr,
+    stdout,
+    write_json,
+)
 
 if TYPE_CHECKING:
     from .model import SparseMixin
-
-stdout, stderr = Console(), Console(stderr=True)
 
 
 class Commands(TyperGroup):
@@ -45,7 +53,6 @@ app = typer.Typer(
 )
 
 # The options, each described once. Defaults that depend on something else are None here and said in the help.
-LOADING, GENERATION, EVALUATION = "Weights and placement", "Generation", "Evaluation"
 Model = Annotated[str, typer.Argument(help="A directory, a hub id, or the path of a .gguf file.")]
 GgufFile = Annotated[
     str | None,
@@ -59,21 +66,11 @@ GpuBudget = Annotated[
         rich_help_panel=LOADING,
     ),
 ]
-WeightDtype = Annotated[
-    str,
-    typer.Option(
-        metavar="TYPE", help="nf4, fp4, int4, int4_asym, int8, or none: as they came.", rich_help_panel=LOADING
-    ),
-]
 ComputeDtype = Annotated[
     str | None,
     typer.Option(
         metavar="TYPE", help="int8, bf16 or fp32 activations in products. Default: int8.", rich_help_panel=LOADING
     ),
-]
-GroupSize = Annotated[
-    int | None,
-    typer.Option(metavar="SIZE", help="32, 64 or 128 weights share a scale. Default: 64.", rich_help_panel=LOADING),
 ]
 HeadDtype = Annotated[
     str | None,
@@ -262,7 +259,7 @@ def evaluate(
     # What is wrong with these is said now, not after minutes of loading.
     if texts is not None:
         read_texts(texts, name="texts", tokens=tokens)
-    _check_parent(json_file)
+    check_parent(json_file)
     source = _source(model, gguf_file)
     calibration = max_perplexity_increase, target_sparsity, calibration_texts, calibration_tokens
     sparse = _load(source, gpu_budget, weight_dtype, compute_dtype, group_size, head_dtype, *calibration)
@@ -270,7 +267,7 @@ def evaluate(
     tokenizer = AutoTokenizer.from_pretrained(**source)
     found = evaluation.evaluate(sparse, tokenizer, texts, tokens=tokens, window=window, reference=reference)
     stdout.print(found, highlight=False, soft_wrap=True)
-    _write_json(json_file, {"model": model, **found.to_dict()})
+    write_json(json_file, {"model": model, **found.to_dict()})
 
 
 @app.command()
@@ -297,7 +294,7 @@ def doctor(
     ] = None,
 ) -> None:
     """Measures this machine's devices and says what limits them."""
-    _check_parent(json_file)
+    check_parent(json_file)
     from .doctor import device_table, examine
 
     found = examine(remeasure)
@@ -308,22 +305,13 @@ def doctor(
     stdout.print(f"Versions: {', '.join(versions)}", highlight=False, soft_wrap=True)
     for name, path in found.caches.items():
         stdout.print(f"Cache of {name}: {path}", highlight=False, markup=False, soft_wrap=True)
-    _write_json(json_file, found.to_dict())
+    write_json(json_file, found.to_dict())
+
+
+app.command()(estimate)
 
 
 # Steps of the commands
-
-
-def _check_parent(json_file: Path | None) -> None:
-    if json_file is not None and not json_file.parent.is_dir():
-        raise NotADirectoryError(f"json: got {json_file}, but there is no directory {json_file.parent}")
-
-
-def _write_json(json_file: Path | None, fields: dict[str, Any]) -> None:
-    if json_file is not None:
-        aside = json_file.with_name(f".{json_file.name}.{os.getpid()}")
-        aside.write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
-        aside.replace(json_file)
 
 
 def _source(model: str, gguf_file: str | None) -> dict[str, Any]:

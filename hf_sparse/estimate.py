@@ -8,7 +8,8 @@ power law with a given mean and skew (PowerInfer, SOSP'24, section 2.2: in OPT-3
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,14 +17,25 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from hf_sparse.modeling import BlockId, HybridAttention, HybridBlock, Placement, Tier, WeightFormat, swap_blocks
+from hf_sparse.modeling import (
+    BlockId,
+    HybridAttention,
+    HybridBlock,
+    HybridMLP,
+    Placement,
+    Tier,
+    WeightFormat,
+    has_exact_zeros,
+    swap_blocks,
+)
 from hf_sparse.modeling.block import INDEX_BYTES
 from hf_sparse.quantization import NeuronMatrix
 
 from .cost_model import PlacementBlock, TokenTime, token_time
 from .hardware import DeviceFigures
 from .placement import Solution, solve_placement
-from .plan import PlacementPlan
+from .plan import PLAN_JSON, PlacementPlan
+from .plan_store import PLAN_FOLDER
 from .report import format_bytes
 from .weights import skeleton
 
@@ -101,24 +113,37 @@ def model_blocks(
 ) -> list[PlacementBlock]:
     """What the solver is told of a model of which there is only a config. Keys and values are in `dtype`."""
     model = skeleton(config, dtype, None, None)
-    embeddings, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
+    embeddings: Any = model.get_input_embeddings()
+    lm_head = model.get_output_embeddings()
     hybrid = swap_blocks(model, weights)
     made = []
     for number, block in enumerate(sorted(hybrid.values(), key=lambda block: block.id)):
         active = activity.fractions(block.neurons, seed=number) if block.id.kind == "mlp" else None
         if plan is not None:
-            active = plan.blocks[block.id].active_fraction.double()
+            active = _planned(plan, block)
         made.append(_block(block, weights, activity, active, dtype, cache_tokens))
-    rows, cols = embeddings.weight.shape
+    rows, cols = embeddings.num_embeddings, embeddings.embedding_dim
     row = cols * dtype.itemsize
     tied = model.config.tie_word_embeddings and head is None
-    parts = [] if tied else [_whole(BlockId(0, "embedding"), rows * row, row)]
+    extra = sum(buffer.nbytes for buffer in embeddings.buffers())  # such as Gemma's scale; it lies with the embeddings
+    parts = [] if tied else [_whole(BlockId(0, "embedding"), rows * row + extra, row)]
     last = BlockId(model.config.num_hidden_layers - 1, "head")
     if lm_head is not None:
         form = WeightFormat() if head is None else head
         size = rows * NeuronMatrix.row_nbytes(cols, form.weight_dtype, form.group_size, dtype)
-        made.append(_whole(last, size, size))
+        if getattr(lm_head, "bias", None) is not None:
+            size += rows * dtype.itemsize
+        made.append(_whole(last, size + (extra if tied else 0), size))
     return [*parts, *made]
+
+
+def _planned(plan: PlacementPlan, block: HybridBlock) -> Tensor:
+    found = plan.blocks.get(block.id)
+    if found is None or len(found.active_fraction) != block.neurons:
+        raise ValueError(
+            f"plan: block {block.id} of the model has {block.neurons} neurons, the plan is of another model"
+        )
+    return found.active_fraction.double()
 
 
 def _whole(id: BlockId, nbytes: int, read: int) -> PlacementBlock:
@@ -137,19 +162,23 @@ def _block(
     form = (weights.weight_dtype, weights.group_size, dtype)
     sizes = {p.name: sum(p.rows) * NeuronMatrix.row_nbytes(p.columns, *form) for p in block.projections.values()}
     whole = sum(sizes.values())
+    # those of what writes are added once, after the merge, on the primary tier
+    biases = sum(sum(p.rows) for p in block.projections.values() if p.bias and not p.writes) * dtype.itemsize
     if isinstance(block, HybridAttention):
         cached = block.cache_bytes_per_token(dtype) * cache_tokens
-        read = torch.full((block.neurons,), whole + cached / 2, dtype=torch.float64)
-        return PlacementBlock(block.id, whole + cached + INDEX_BYTES, read, read)
-    assert active is not None
-    names: Any = block.names  # type: ignore[attr-defined]
+        read = torch.full((block.neurons,), whole + biases + cached / 2, dtype=torch.float64)
+        return PlacementBlock(block.id, whole + biases + cached + INDEX_BYTES, read, read)
+    assert active is not None and isinstance(block, HybridMLP)
+    names = block.names
     if activity.predicted:
         foretelling = int(PREDICTOR_SHARE * whole)
         read = foretelling + whole * active
-        return PlacementBlock(block.id, whole + foretelling + INDEX_BYTES, whole * active, read)
+        return PlacementBlock(block.id, whole + biases + foretelling + INDEX_BYTES, whole * active, read)
     gate = sizes[names.up] // 2 if names.fused else sizes[names.gate or names.up]
     read = gate + (whole - gate) * active
-    return PlacementBlock(block.id, whole + INDEX_BYTES, whole * active, read)
+    if bool((active == 1).all()):  # nothing is left out: all that a neuron has is read
+        read = torch.full_like(active, whole + biases)
+    return PlacementBlock(block.id, whole + biases + INDEX_BYTES, whole * active, read)
 
 
 def tiers_of(gpus: Sequence[tuple[DeviceFigures, int]], cpu: DeviceFigures) -> tuple[Tier, ...]:
@@ -201,7 +230,7 @@ def layer_split(blocks: Sequence[PlacementBlock], tiers: Sequence[Tier], dense: 
             )
             for block in blocks
         ]
-    name = f"layers, {'all neurons' if dense else 'active neurons'}"
+    name = "layers, dense" if dense else "layers, sparse"
     return _estimate(name, read, Placement(tuple(tiers), assignment))
 
 
@@ -210,7 +239,7 @@ def neuron_split(
 ) -> tuple[Estimate, Solution]:
     """The placement that this package would solve."""
     solution = solve_placement(blocks, tiers, 0, time_limit=time_limit)
-    return _estimate("neurons, active ones", blocks, solution.placement), solution
+    return _estimate("neurons, sparse", blocks, solution.placement), solution
 
 
 def _estimate(name: str, blocks: Sequence[PlacementBlock], placement: Placement) -> Estimate:
@@ -238,9 +267,88 @@ def _binding(time: TokenTime, placement: Placement) -> str:
     return f"{placement.tiers[slowest].name} ({waited[slowest] / time.seconds:.0%})"
 
 
+@dataclass(frozen=True)
+class Estimates:
+    """Of a model on a machine: three placements, the one that is solved last. `notes`: what they rest on."""
+
+    rows: tuple[Estimate, ...]
+    solution: Solution | None  # None: without a GPU there is nothing to solve
+    notes: tuple[str, ...]
+
+    def table(self, title: str) -> Table:
+        return table(title, self.rows, "" if self.solution is None else str(self.solution))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        rows = [{**asdict(one), "tokens_per_second": one.tokens_per_second} for one in self.rows]
+        solved = {} if self.solution is None else {"status": self.solution.status, "gap": self.solution.gap}
+        return {"placements": rows, "solution": solved, "notes": list(self.notes)}
+
+
+def estimate_model(
+    config: Any,
+    gpus: Sequence[tuple[DeviceFigures, int]],
+    host: DeviceFigures,
+    weight_dtype: str | None,
+    group_size: int,
+    plan: PlacementPlan | None,
+    activity: Activity | None,
+    cache_tokens: int,
+) -> Estimates:
+    """`gpus`: with their budgets in bytes. `activity`: None for that of `plan`, and without one for every neuron, or a
+    tenth of them with predictors where activations are exactly zero (ReLU).
+
+    Raises ValueError where the model does not fit into the budgets and the host's memory.
+    """
+    weights = WeightFormat(weight_dtype, group_size, "int8")
+    head = None if weight_dtype is None else WeightFormat("int8", group_size, "int8")
+    if plan is not None:
+        activity, told = Activity(predicted=bool(plan.predictors)), "as the plan measured"
+    elif activity is None:
+        zeros = any(map(has_exact_zeros, swap_blocks(skeleton(config, torch.bfloat16, None, None), weights).values()))
+        activity, told = (Activity(0.1, predicted=True), "assumed") if zeros else (Activity(), "assumed")
+    else:
+        told = "as asked"
+    blocks = model_blocks(config, weights, head, activity, plan, cache_tokens=cache_tokens)
+    total = sum(block.bytes_per_neuron * block.neurons + block.shared_bytes for block in blocks)
+    tiers = tiers_of(gpus, host)
+    room = sum(budget for _, budget in gpus) + host.memory
+    if total > room:
+        raise ValueError(
+            f"MODEL: takes {format_bytes(total)} with room for {cache_tokens} tokens, but GPUs and host have "
+            f"{format_bytes(room)}"
+        )
+    if plan is None:
+        told += f": {activity.mean:.0%} of the MLP neurons for a token"
+        if activity.mean < 1:
+            told += f", the hottest {activity.hottest:.0%} of them {activity.takes:.0%} of the activations"
+    published = [figures.model for figures in (*(figures for figures, _ in gpus), host) if not figures.measured]
+    notes = [f"{format_bytes(total)}, room for {cache_tokens} tokens of keys and values included", f"Activity {told}"]
+    if published:
+        notes.append(
+            f"By published figures, {EFFICIENCY:.0%} of their bandwidth, and not measured: {', '.join(published)}"
+        )
+    split = [layer_split(blocks, tiers, dense=True), layer_split(blocks, tiers, dense=False)]
+    if len(tiers) == 1:
+        return Estimates(tuple(split), None, tuple(notes))
+    ours, solution = neuron_split(blocks, tiers)
+    return Estimates((*split, ours), solution, tuple(notes))
+
+
+def find_plan(folder: Path, given: Path | None) -> PlacementPlan | None:
+    """The plan in `given`, else one beside the model in `folder`, of any settings; None where there is none."""
+    if given is not None:
+        return PlacementPlan.from_pretrained(given)
+    beside = folder / PLAN_FOLDER
+    for candidate in (beside, *sorted(beside.glob("*"))):
+        if (candidate / PLAN_JSON).is_file():
+            return PlacementPlan.from_pretrained(candidate)
+    return None
+
+
 def table(title: str, estimates: Sequence[Estimate], caption: str) -> Table:
     made = Table(title=title, caption=caption)
-    headings = ("placement", "tokens/s", "neuron load on the GPU", "on the GPU", "waits for", "speed-up")
+    headings = ("placement", "tokens/s", "GPU load", "GPU bytes", "waits for", "speed-up")
     for heading in headings:
         made.add_column(heading, justify="left" if heading in ("placement", "waits for") else "right")
     for one in estimates:

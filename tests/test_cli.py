@@ -240,3 +240,47 @@ def test_doctor_says_what_is_not_installed(doctor: list[str], monkeypatch: pytes
 def test_doctor_with_nowhere_to_write(doctor: list[str], tmp_path: Path) -> None:
     assert "no directory" in error_line("doctor", "--json", tmp_path / "absent" / "found.json")
     assert doctor == []
+
+
+ESTIMATE = ("--cpu", "i9-13900K", "--gpu", "RTX 4090")
+
+
+def test_estimate_needs_no_weights(tmp_path: Path) -> None:
+    save_checkpoint("opt", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    file = tmp_path / "found.json"
+    shown = succeed("estimate", tmp_path / "config.json", *ESTIMATE, "--gpu-budget", "100kB", "--json", file).stdout
+    assert "Activity assumed: 10% of the MLP neurons" in shown
+    assert "By published figures, 80% of their bandwidth, and not measured: NVIDIA GeForce RTX 4090" in shown
+    assert all(name in shown for name in ("layers, dense", "layers, sparse", "neurons, sparse", "GPU load"))
+    found = json.loads(file.read_text())
+    dense, active, ours = found["placements"]
+    names = [one["name"] for one in (dense, active, ours)]
+    assert names == ["layers, dense", "layers, sparse", "neurons, sparse"]
+    assert ours["fast_bytes"] <= 100_000 and ours["tokens_per_second"] >= dense["tokens_per_second"] > 0
+    assert "Activity as asked: 30%" in succeed("estimate", tmp_path, *ESTIMATE, "--active", 0.3).stdout
+    assert "neurons, sparse" not in succeed("estimate", tmp_path, "--gpu", "none", "--cpu", "i9-13900K").stdout
+
+
+def test_estimate_computes_all_neurons_without_exact_zeros(tmp_path: Path) -> None:
+    save_checkpoint("llama", tmp_path)
+    assert "Activity assumed: 100% of the MLP neurons" in succeed("estimate", tmp_path, *ESTIMATE).stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--gpu", "RTX 4091"], "device: got 'RTX 4091', near to it are"),
+        (["--gpu", "none", "--gpu-budget", "1GB"], "gpu_budget: got 1 for 0 GPUs"),
+        (["--gpu", "RTX 4090", "--gpu", "RTX 3090", "--gpu-budget", "1GB"], "gpu_budget: got 1 for 2 GPUs"),
+        (["--gpu", "RTX 4090", "--gpu-budget", "30GB"], "gpu_budget: got '30GB'"),
+        (["--gpu", "RTX 4090", "--cpu-bandwidth", "0"], "cpu_bandwidth: got 0.0"),
+        (["--gpu", "RTX 4090", "--active", "2"], "mean: expected a share above 0 and at most 1, got 2.0"),
+        (["--gpu", "none", "--cache-tokens", "100000000000"], "MODEL: takes "),
+        (["--gpu", "none", "--hottest", "0.3"], "hottest, takes: say how"),
+        (["--gpu", "none", "--active", "0.3", "--plan", "x"], "active: got a share together with --plan"),
+    ],
+)
+def test_estimates_that_cannot_be_are_one_line(options: list[str], named: str, tmp_path: Path) -> None:
+    save_checkpoint("llama", tmp_path)
+    assert named in error_line("estimate", tmp_path, "--cpu", "i9-13900K", *options)

