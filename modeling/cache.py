@@ -136,7 +136,7 @@ def _copy_without_states(layer: CacheLayerMixin) -> CacheLayerMixin:
     return part
 
 
-def _fill(layer: CacheLayerMixin, keys: Tensor, values: Tensor, device: torch.device) -> None:
+def _fill(layer: Any, keys: Tensor, values: Tensor, device: torch.device) -> None:
     layer.keys, layer.values = keys.to(device), values.to(device)
     if "device" in vars(layer):
         layer.device = device
@@ -167,7 +167,8 @@ def settle_cache(cache: Cache, layer_idx: int, parts: Sequence[CachePart]) -> No
     if cache.layer_class_to_replicate is not None:
         while len(cache.layers) <= layer_idx:
             cache.layers.append(cache.layer_class_to_replicate())
-    layer, device = cache.layers[layer_idx], parts[0][1]
+    layer: Any = cache.layers[layer_idx]
+    device = parts[0][1]
     if isinstance(layer, TieredCacheLayer):
         if len(layer.groups) == len(parts) and all(
             torch.equal(groups, part.long().cpu()) for groups, (part, _) in zip(layer.groups, parts, strict=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import functools
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -151,8 +152,8 @@ def run_side_by_side(
     for position in sorted(range(len(tiers)), key=lambda i: not tiers[i].accelerates):
         tier = tiers[position]
         if isinstance(tier, SimulatedTier):
-            begin = tier.start if len(tiers) > 1 else lambda *of, tier=tier: _known(tier.run(*of))
-            results[position] = begin(lambda position=position: compute(position), read_bytes(position))
+            work, read = functools.partial(compute, position), read_bytes(position)
+            results[position] = tier.start(work, read) if len(tiers) > 1 else _known(tier.run(work, read))
             continue
         if simulated is not None:
             simulated.wait(simulated.sync_seconds / 2)

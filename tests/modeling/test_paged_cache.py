@@ -368,7 +368,8 @@ def test_what_cannot_be_taken_over():
     window = DynamicSlidingWindowLayer(sliding_window=7)
     window.update(*states(7))
     static = StaticLayer(max_cache_len=8)
-    others = [window, static, DynamicIndexedLayer(), TieredCacheLayer(DynamicLayer(), [torch.arange(HEADS)])]
+    whole = [(torch.arange(HEADS), torch.device("cpu"))]
+    others = [window, static, DynamicIndexedLayer(), TieredCacheLayer(DynamicLayer(), whole)]
     for layer in others:
         with pytest.raises(ValueError, match=r"^layer: "):
             PagedCacheLayer.from_layer(layer)
@@ -415,7 +416,7 @@ def test_tiers_of_a_paged_layer():
     layer, plain = PagedCacheLayer(), DynamicLayer()
     layer.update(*states(4))
     plain.update(*states(4))
-    tiered = TieredCacheLayer(layer, [torch.tensor([1]), torch.tensor([0])])
+    tiered = TieredCacheLayer(layer, [(torch.tensor([group]), torch.device("cpu")) for group in (1, 0)])
     assert_same(tiered, plain)
     tiered.update(*states(1, seed=1))
     plain.update(*states(1, seed=1))
