@@ -66,6 +66,14 @@ GpuBudget = Annotated[
         rich_help_panel=LOADING,
     ),
 ]
+CacheTokens = Annotated[
+    int | None,
+    typer.Option(
+        metavar="COUNT",
+        help="Tokens whose keys and values the budget has room for. Default: 2048, or the model's positions.",
+        rich_help_panel=LOADING,
+    ),
+]
 ComputeDtype = Annotated[
     str | None,
     typer.Option(
@@ -171,6 +179,7 @@ def run(
     prompt: Prompt,
     gguf_file: GgufFile = None,
     gpu_budget: GpuBudget = None,
+    cache_tokens: CacheTokens = None,
     weight_dtype: WeightDtype = "nf4",
     compute_dtype: ComputeDtype = None,
     group_size: GroupSize = None,
@@ -190,7 +199,7 @@ def run(
         raise ValueError("prompt: expected some text, got none")
     source = _source(model, gguf_file)
     calibration = max_perplexity_increase, target_sparsity, calibration_texts, calibration_tokens
-    sparse = _load(source, gpu_budget, weight_dtype, compute_dtype, group_size, head_dtype, *calibration)
+    sparse = _load(source, gpu_budget, cache_tokens, weight_dtype, compute_dtype, group_size, head_dtype, *calibration)
     if do_sample is None and temperature is not None:
         do_sample = True
     sampling = _given(do_sample=do_sample, temperature=temperature)
@@ -202,6 +211,7 @@ def plan(
     model: Model,
     gguf_file: GgufFile = None,
     gpu_budget: GpuBudget = None,
+    cache_tokens: CacheTokens = None,
     weight_dtype: WeightDtype = "nf4",
     compute_dtype: ComputeDtype = None,
     group_size: GroupSize = None,
@@ -214,7 +224,7 @@ def plan(
     """Calibrates the model, unless its plan is there already, and shows the plan."""
     source = _source(model, gguf_file)
     calibration = max_perplexity_increase, target_sparsity, calibration_texts, calibration_tokens
-    sparse = _load(source, gpu_budget, weight_dtype, compute_dtype, group_size, head_dtype, *calibration)
+    sparse = _load(source, gpu_budget, cache_tokens, weight_dtype, compute_dtype, group_size, head_dtype, *calibration)
     stdout.print(_rules_table(sparse))
     stdout.print(sparse.placement_summary())
     report = sparse.plan.calibration_report
@@ -241,6 +251,7 @@ def evaluate(
     json_file: JsonFile = None,
     gguf_file: GgufFile = None,
     gpu_budget: GpuBudget = None,
+    cache_tokens: CacheTokens = None,
     weight_dtype: WeightDtype = "nf4",
     compute_dtype: ComputeDtype = None,
     group_size: GroupSize = None,
@@ -262,7 +273,7 @@ def evaluate(
     check_parent(json_file)
     source = _source(model, gguf_file)
     calibration = max_perplexity_increase, target_sparsity, calibration_texts, calibration_tokens
-    sparse = _load(source, gpu_budget, weight_dtype, compute_dtype, group_size, head_dtype, *calibration)
+    sparse = _load(source, gpu_budget, cache_tokens, weight_dtype, compute_dtype, group_size, head_dtype, *calibration)
     reference = evaluation.full_precision(*source.values(), dtype=sparse.dtype) if full_precision else None
     tokenizer = AutoTokenizer.from_pretrained(**source)
     found = evaluation.evaluate(sparse, tokenizer, texts, tokens=tokens, window=window, reference=reference)
@@ -328,6 +339,7 @@ def _source(model: str, gguf_file: str | None) -> dict[str, Any]:
 def _load(
     source: dict[str, Any],
     gpu_budget: str | None,
+    cache_tokens: int | None,
     weight_dtype: str,
     compute_dtype: str | None,
     group_size: int | None,
@@ -350,6 +362,7 @@ def _load(
         **source,
         quantization_config=quantization,
         gpu_budget=gpu_budget,
+        cache_tokens=cache_tokens,
         max_perplexity_increase=max_perplexity_increase,
         target_sparsity=target_sparsity,
         calibration_texts=calibration_texts,

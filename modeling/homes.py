@@ -32,9 +32,7 @@ class _Hook:
 class _Before(_Hook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.wait()
-        device = self.device
-        caches = {name: value for name, value in kwargs.items() if not isinstance(value, (torch.Tensor, tuple))}
-        return all_to_device(args, device), {**all_to_device(kwargs, device), **caches}
+        return all_to_device(args, self.device), all_to_device(kwargs, self.device)
 
 
 class _After(_Hook):

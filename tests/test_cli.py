@@ -122,7 +122,8 @@ def test_plan_calibrates_on_the_text_that_is_given(model: Path, tmp_path: Path) 
 
 
 def test_plan_shows_rules_quality_placement_and_where_it_lies(model: Path) -> None:
-    result = succeed("plan", model, "--gpu-budget", "1GB")
+    assert "cache_tokens: got -1" in error_line("plan", model, "--cache-tokens", -1)
+    result = succeed("plan", model, "--gpu-budget", "1GB", "--cache-tokens", 16)
     assert re.search(
         r"Perplexity [\d.]+ with every neuron, [\d.]+ with these rules \([+-][\d.]+%\), both of the stored weights",
         result.stdout,
