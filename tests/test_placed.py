@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,13 @@ from hf_sparse.cost_model import PlacementBlock
 from hf_sparse.log import warn_once
 from hf_sparse.modeling import (
     BlockId,
+    HybridAttention,
     HybridMLP,
+    PackedHead,
     Placement,
+    Predictor,
     SimulatedTier,
+    SkipRule,
     Tier,
     hybrid_blocks,
     layer_lengths,
@@ -289,6 +294,29 @@ def test_running_out_of_memory_moves_neurons_and_goes_on(llama: Path, monkeypatc
     assert bytes_by_tier(model.placement, placement_blocks(model, model.cache_tokens))[0] >= max(seen[0] * 0.9, 1)
 
 
+@pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}, {"use_cache": False}, {"num_beams": 3}])
+@pytest.mark.parametrize(
+    ("where", "method", "times"),
+    [(HybridMLP, "_partial", (7, 30)), (HybridAttention, "_partial", (7, 30)), (PackedHead, "forward", (2, 5))],
+)
+def test_wherever_memory_runs_out(llama: Path, monkeypatch, where: Any, method: str, times: Any, options: Any) -> None:
+    model = load(llama, tiers=tiers(100_000))
+    ids, options = prompt_ids(2, 9), GREEDY | options
+    expected = load(llama).generate(ids, **options)
+    calls, original = [], getattr(where, method)
+
+    def fail(self: Any, *args: Any) -> Any:
+        calls.append(1)
+        if len(calls) in times:
+            raise torch.OutOfMemoryError("no more")
+        return original(self, *args)
+
+    monkeypatch.setattr(where, method, fail)
+    before = model.placement_summary().tiers[0].nbytes
+    assert torch.equal(model.generate(ids, **options), expected)
+    assert model.placement_summary().tiers[0].nbytes < before
+
+
 def test_out_of_memory_with_nothing_left_to_move_is_raised(llama: Path, monkeypatch) -> None:
     model = load(llama, tiers=tiers(100_000))
     monkeypatch.setattr(HybridMLP, "forward", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("no more")))
@@ -349,3 +377,33 @@ def test_rules_leave_out_the_same_on_two_tiers(llama: Path) -> None:
         assert 0.05 < model.active_fraction() < 0.999
         assert 0 < model.read_share() < 1
     assert torch.equal(*texts)
+
+
+def test_predictors_are_split_like_their_neurons(llama: Path) -> None:
+    texts, bytes_read = [], []
+    for options in ({}, {"tiers": tiers(120_000)}):
+        model = load(llama, **options)
+        for block in hybrid_blocks(model):
+            if block.id.kind == "mlp":
+                generator = torch.Generator().manual_seed(block.id.layer)
+                sizes = ((8, block.width_of("input")), (block.neurons, 8), (block.neurons,))
+                block.rule = SkipRule("predicted")
+                block.predictor = Predictor(*(torch.randn(*size, generator=generator) for size in sizes))
+        split = [shard for block in hybrid_blocks(model) for shard in block.shards if shard.predictor is not None]
+        assert all(shard.predictor.fc2.rows == len(shard.neurons) for shard in split)
+        model.solve(model.placement.tiers)  # predictors are part of what is placed
+        check_budgets(model)
+        texts.append(model.generate(prompt_ids(1, 9), **GREEDY))
+        assert 0.2 < model.active_fraction() < 0.8
+        bytes_read.append(model.read_share())
+    assert torch.equal(*texts)
+    assert bytes_read[0] == pytest.approx(bytes_read[1], rel=0.1)  # fc1 is read on both tiers
+
+
+def test_two_texts_at_once(llama: Path) -> None:
+    model = load(llama, tiers=tiers(120_000))
+    prompts = [prompt_ids(1, 9, seed=seed) for seed in range(4)]
+    expected = [model.generate(prompt, **GREEDY) for prompt in prompts]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda prompt: model.generate(prompt, **GREEDY), prompts))
+    assert all(map(torch.equal, found, expected))
