@@ -39,7 +39,7 @@ class PlacementSummary:
     solution: str = ""  # how it was solved
 
     def __rich__(self) -> Table:
-        caption = f"{self.resident_bytes:,} bytes on the first tier are norms and biases"
+        caption = f"{self.resident_bytes:,} bytes on the first tier are norms, biases and the like"
         table = Table(title="Placement", caption=f"{caption}\n{self.solution}" if self.solution else caption)
         for heading in ("tier", "MLP neurons", "KV groups", "with", "bytes", "room for the cache", "budget"):
             table.add_column(heading, justify="left" if heading in ("tier", "with") else "right")

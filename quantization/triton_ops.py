@@ -12,13 +12,17 @@ import functools
 import importlib.util
 import os
 import warnings
-from typing import Any
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from .codebooks import codebook
 from .neuron_matrix import NeuronMatrix
+
+Operator = TypeVar("Operator", bound=Callable[..., Any])
 
 ROWS, WIDTH = 4, 128  # of a tile for one activation row: rows, and bytes of 4-bit codes or columns
 SUM_ROWS, MOST_SPLITS = 32, 64  # rows that are added at a time; shares of the rows that are added beside each other
@@ -84,10 +88,22 @@ def _selection(matrix: NeuronMatrix, index: Tensor | None, count: Tensor | None)
     return nothing if index is None else index, nothing if count is None else count, maximum, form
 
 
+def _there(operator: Operator) -> Operator:
+    """`operator` with the device of its first argument as the current one: Triton launches on that."""
+
+    @functools.wraps(operator)
+    def run(first: NeuronMatrix | Tensor, *args: Any, **kwargs: Any) -> Any:
+        with torch.cuda.device(first.device) if first.device.type == "cuda" else nullcontext():
+            return operator(first, *args, **kwargs)
+
+    return run  # type: ignore[return-value]
+
+
 def _up(number: int, step: int) -> int:
     return -(-number // step)
 
 
+@_there
 def row_product(matrix: NeuronMatrix, x: Tensor, index: Tensor | None = None, count: Tensor | None = None) -> Tensor:
     """y[i, j] = <x[i], W[index[j]]>: `x` [n, cols] -> float32 [n, listed], 0 from `count` (int32 [1]) on."""
     *stored, code_stride, scale_stride, form = _stored(matrix)
@@ -101,6 +117,7 @@ def row_product(matrix: NeuronMatrix, x: Tensor, index: Tensor | None = None, co
     return out
 
 
+@_there
 def accumulate(
     matrix: NeuronMatrix,
     a: Tensor,
@@ -141,6 +158,7 @@ def accumulate(
     return partial.sum(1)
 
 
+@_there
 def gate_up(
     gate: NeuronMatrix,
     up: NeuronMatrix | None,
@@ -207,6 +225,7 @@ def gate_up(
     return hidden, kept
 
 
+@_there
 def compact(scores: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Where `scores` [length] (with `bias`) are above zero, or NaN: int32 [length], ascending, of which the first
     `count`, int32 [1], are valid.
@@ -234,6 +253,7 @@ def predict(
     return compact(row_product(fc2, hidden.to(torch.bfloat16) if rounds else hidden)[0], bias)
 
 
+@_there
 def many_row_product(matrix: NeuronMatrix, x: Tensor, index: Tensor | None, full: bool) -> Tensor:
     """As `row_product`, for many rows of `x`: a matrix product with weights that are unpacked tile by tile, in float32
     (`full`) or bfloat16.
@@ -251,6 +271,7 @@ def many_row_product(matrix: NeuronMatrix, x: Tensor, index: Tensor | None, full
     return out
 
 
+@_there
 def many_accumulate(matrix: NeuronMatrix, a: Tensor, index: Tensor | None, full: bool) -> Tensor:
     """As `accumulate`, for many rows of `a`."""
     *stored, code_stride, scale_stride, form = _stored(matrix)
