@@ -108,7 +108,7 @@ class SparseAutoModelForCausalLM:
         show_progress_messages()
         name = os.fspath(pretrained_model_name_or_path)
         given = {key: kwargs.pop(key) for key in CALIBRATION_ARGUMENTS if key in kwargs}
-        tiers = None if tiers is None else tuple(tiers)
+        tiers = tuple(tiers) if isinstance(tiers, Sequence) else tiers
         options = SparseConfig(gpu_budget=gpu_budget, tiers=tiers, cache_tokens=cache_tokens, **given)
         hub = {key: kwargs.pop(key) for key in HUB_ARGUMENTS if key in kwargs}
         variant = hub.pop("variant", None)  # of the weights alone

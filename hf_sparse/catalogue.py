@@ -54,6 +54,9 @@ def known_device(name: str, extra: str | os.PathLike[str] | None = None) -> Devi
     wanted = " ".join(name.lower().split())
     found = [model for model in devices if wanted and wanted in model.lower()]
     ending = [model for model in found if f" {model.lower()}".endswith(f" {wanted}")]
+    if not found and (close := _letters(name)):  # "rtx4090"
+        found = [model for model in devices if close in _letters(model)]
+        ending = [model for model in found if _letters(model).endswith(close)]
     for choice in (found, ending):
         if len(choice) == 1:
             return devices[choice[0]]
@@ -63,6 +66,10 @@ def known_device(name: str, extra: str | os.PathLike[str] | None = None) -> Devi
         f"device: got {name!r}, near to it are {_listed(_near(wanted, devices))}; others may be given in a file that "
         f"the environment variable {VARIABLE} names"
     )
+
+
+def _letters(text: str) -> str:
+    return "".join(filter(str.isalnum, text.lower()))
 
 
 def _near(wanted: str, models: Iterable[str], count: int = 6) -> list[str]:

@@ -98,7 +98,8 @@ def estimate(
         budget = parse_bytes(text, total=figures.memory)
         if not 0 < budget <= figures.memory:
             raise ValueError(
-                f"gpu_budget: got {text!r}, allowed are budgets up to the {figures.memory} bytes of {figures.model}"
+                f"gpu_budget: got {text!r}, allowed are budgets above 0 and up to the {figures.memory} bytes of "
+                f"{figures.model}; without a GPU, --gpu none"
             )
         gpus.append((figures, budget))
     host = measure_devices()[-1] if cpu is None else known_device(cpu, devices)
@@ -110,6 +111,8 @@ def estimate(
     spread = {name: value for name, value in (("hottest", hottest), ("takes", takes)) if value is not None}
     activity = None if active is None else estimating.Activity(active, predicted=active < 1, **spread)
     folder = Path(model).parent if Path(model).is_file() else Path(model)
+    if not folder.is_dir() and (model.startswith((".", "/", "~")) or model.count("/") > 1):
+        raise FileNotFoundError(f"MODEL: there is no directory or config.json {model}")
     config = AutoConfig.from_pretrained(folder if folder.is_dir() else model)
     found = estimating.estimate_model(
         config,

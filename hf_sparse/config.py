@@ -43,7 +43,7 @@ def parse_bytes(value: int | str, *, total: int | None = None, name: str = "gpu_
     and `total` is not known.
     """
     allowed = 'bytes as an integer >= 0, or a text such as "11GB", "10GiB", "512MB" or "80%"'
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63:
         return value
     parts = _AMOUNT.fullmatch(value.strip().lower()) if isinstance(value, str) else None
     if parts is None or parts[2] not in (*_UNITS, "%"):
@@ -274,6 +274,8 @@ class SparseConfig:
             raise ValueError(
                 f"tiers: got {tiers!r}, allowed are None or a tuple of at least one hf_sparse.modeling.neurons.Tier"
             )
+        if len(tiers) > 1 and tiers[-1].accelerates:
+            raise ValueError(f"tiers: got {tiers[-1].name!r} last, expected a tier of the host's memory there")
         names = [tier.name for tier in tiers]
         if len(set(names)) < len(names):
             raise ValueError(f"tiers: got the names {names}, each must be different")

@@ -56,6 +56,12 @@ class PlacementBlock:
             lengths = f"{self.impact.numel()} and {self.read_bytes.numel()}"
             raise ValueError(f"block {self.id}: impact and read_bytes must have one length, got {lengths}")
 
+    @classmethod
+    def whole(cls, id: BlockId, nbytes: int, read: int) -> PlacementBlock:
+        """A block of one neuron of `nbytes` of which a token reads `read`."""
+        worth = torch.tensor([float(read)], dtype=torch.float64)
+        return cls(id, nbytes, worth, worth)
+
     @property
     def neurons(self) -> int:
         """Number of neurons of the block."""
@@ -129,3 +135,12 @@ def token_time(blocks: Sequence[PlacementBlock], placement: Placement) -> TokenT
         changes += home is not None and home != lies_on_the_last
         home = lies_on_the_last
     return TokenTime(times, changes * placement.tiers[0].sync_seconds / 2)
+
+
+def bytes_by_tier(blocks: Sequence[PlacementBlock], placement: Placement) -> list[int]:
+    """What the neurons of `blocks` take on each tier, room for their cache and `shared_bytes` included."""
+    used = [0] * len(placement.tiers)
+    for block in blocks:
+        for tier, count in enumerate(placement.assignment[block.id].bincount(minlength=len(used)).tolist()):
+            used[tier] += count * block.bytes_per_neuron + (block.shared_bytes if count else 0)
+    return used

@@ -126,14 +126,14 @@ def model_blocks(
     row = cols * dtype.itemsize
     tied = model.config.tie_word_embeddings and head is None
     extra = sum(buffer.nbytes for buffer in embeddings.buffers())  # such as Gemma's scale; it lies with the embeddings
-    parts = [] if tied else [_whole(BlockId(0, "embedding"), rows * row + extra, row)]
+    parts = [] if tied else [PlacementBlock.whole(BlockId(0, "embedding"), rows * row + extra, row)]
     last = BlockId(model.config.num_hidden_layers - 1, "head")
     if lm_head is not None:
         form = WeightFormat() if head is None else head
         size = rows * NeuronMatrix.row_nbytes(cols, form.weight_dtype, form.group_size, dtype)
         if getattr(lm_head, "bias", None) is not None:
             size += rows * dtype.itemsize
-        made.append(_whole(last, size + (extra if tied else 0), size))
+        made.append(PlacementBlock.whole(last, size + (extra if tied else 0), size))
     return [*parts, *made]
 
 
@@ -144,11 +144,6 @@ def _planned(plan: PlacementPlan, block: HybridBlock) -> Tensor:
             f"plan: block {block.id} of the model has {block.neurons} neurons, the plan is of another model"
         )
     return found.active_fraction.double()
-
-
-def _whole(id: BlockId, nbytes: int, read: int) -> PlacementBlock:
-    worth = torch.tensor([float(read)], dtype=torch.float64)
-    return PlacementBlock(id, nbytes, worth, worth)
 
 
 def _block(

@@ -129,6 +129,8 @@ class SparseMixin(PlacedMixin, GenerationMixin):
         token, mask, positions = (kwargs.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
         if token is None or token.shape != (1, 1) or not isinstance(cache, Cache):
             return None
+        if not isinstance(mask, Tensor | None):  # one for each kind of layer, as static caches have them
+            return None
         seen = cache.get_seq_length()
         if mask is not None and not (mask.dim() == 2 and mask.shape[1] == seen + 1 and bool(mask.all())):
             return None
@@ -303,6 +305,7 @@ class SparseMixin(PlacedMixin, GenerationMixin):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         state = {**self.__dict__, "_engine": None, "_engine_tried": False}  # addresses mean nothing elsewhere
+        state.pop("_moving", None)  # nor do locks
         return _bare_model, (type(self).__bases__[1],), state
 
 

@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache
 
 from hf_sparse.modeling import (
     BlockId,
+    CacheStates,
     HybridAttention,
     HybridBlock,
     PackedHead,
@@ -23,19 +24,18 @@ from hf_sparse.modeling import (
     Tier,
     family_of,
     hybrid_blocks,
-    layer_homes,
-    layer_lengths,
     move,
     settle_layers,
     settle_part,
-    take_back,
 )
+from hf_sparse.quantization import native
 
 from .config import parse_bytes
+from .cost_model import bytes_by_tier
 from .hardware import find_tiers
 from .log import logger, warn_once
 from .placement import Solution
-from .placing import bytes_by_tier, choose_placement, placement_blocks, without_coldest
+from .placing import choose_placement, placement_blocks, without_coldest
 from .plan import PlacementPlan
 from .report import PlacementSummary, summarize_placement
 
@@ -115,10 +115,65 @@ class PlacedMixin(PreTrainedModel):
     # Placing
 
     def place(self, placement: Placement) -> None:
-        """Moves every neuron to its tier, embeddings and head to theirs, and the rest to where hidden states are.
+        """Moves every neuron to its tier, embeddings and head to theirs, and the rest to where hidden states are. Waits
+        for a forward pass that is under way in another thread, and such a pass for it.
 
-        Blocks that leave the primary tier go first, so that it holds at no time more than before or after.
+        Blocks that leave the primary tier go first, so that it holds at no time more than before or after, but for one
+        block. Raises ValueError, and nothing is moved, for an assignment that does not fit the model. Where memory runs
+        out halfway, `placement` says afterwards where every neuron is.
         """
+        self._check_placement(placement)
+        with self._moving_lock():
+            self._move(placement)
+
+    def _moving_lock(self) -> native.Lock:
+        return self.__dict__.setdefault("_moving", native.Lock())
+
+    def _check_placement(self, placement: Placement) -> None:
+        needed = {block.id: block.neurons for block in hybrid_blocks(self)}
+        optional = dict.fromkeys(self.part_bytes(), 1)  # without an entry: on the first tier
+        for id, tier_of in placement.assignment.items():
+            count = needed.get(id, optional.get(id))
+            if count is None:
+                raise ValueError(f"assignment[{id}]: the model has no such block")
+            if len(tier_of) != count:
+                raise ValueError(f"assignment[{id}]: expected one tier for each of {count} neurons, got {len(tier_of)}")
+        if missing := [str(id) for id in needed if id not in placement.assignment]:
+            raise ValueError(f"assignment: expected every block of the model, {', '.join(missing)} are missing")
+
+    @torch.inference_mode(False)  # what is made here is used outside of it too
+    @torch.no_grad()
+    def _move(self, placement: Placement) -> None:
+        blocks = sorted(hybrid_blocks(self), key=lambda block: self._growth(block, placement))
+        try:
+            for block in blocks:
+                block.place(placement.tiers, placement.assignment[block.id])
+        except torch.OutOfMemoryError:
+            self._settle(self._where_it_is(placement))
+            raise
+        self._settle(placement)
+
+    def _where_it_is(self, asked: Placement) -> Placement:
+        """The placement of blocks of which some have moved and some have not; the rest as it was."""
+        known = {tier.name: position for position, tier in enumerate(asked.tiers)}
+        names = {shard.tier.name for block in hybrid_blocks(self) for shard in block.shards}
+        tiers = asked.tiers
+        if not names <= known.keys():  # tiers of another name are moved from
+            tiers = (*tiers[:-1], *(t for t in self.placement.tiers if t.name not in known), tiers[-1])
+            known = {tier.name: position for position, tier in enumerate(tiers)}
+        assignment = {}
+        for block in hybrid_blocks(self):
+            tier_of = assignment[block.id] = torch.empty(block.neurons, dtype=torch.int64)
+            for shard in block.shards:
+                tier_of[shard.neurons.cpu().long()] = known[shard.tier.name]
+        for id in self.part_bytes():
+            if id in self.placement.assignment:
+                name = self.placement.tiers[int(self.placement.assignment[id])].name
+                assignment[id] = torch.tensor([known.get(name, 0)])
+        return Placement(tiers, assignment)
+
+    def _settle(self, placement: Placement) -> None:
+        """Brings all but neurons to where `placement`, in which those are already, says."""
         for hook in self._home_hooks:
             hook.remove()
         tiers, layers = placement.tiers, self.decoder_layers()
@@ -129,10 +184,6 @@ class PlacedMixin(PreTrainedModel):
             if module not in elsewhere:
                 move(module, tiers[0].device)
         hooks = settle_layers(layers, placement)
-        homes = dict(enumerate(layer_homes(layers, placement)))
-        blocks = sorted(hybrid_blocks(self), key=lambda block: self._growth(block, placement))
-        for block in blocks:
-            block.place(tiers, placement.assignment[block.id], homes[block.id.layer])
         for id, modules, read in parts:
             tier = tiers[int(placement.assignment[id])] if id in placement.assignment else tiers[0]
             for module in modules:
@@ -171,8 +222,8 @@ class PlacedMixin(PreTrainedModel):
             return
         budgets = gpu_budget if isinstance(gpu_budget, Mapping) else {self.given_tiers[0].name: gpu_budget}
         names = [tier.name for tier in self.given_tiers]
-        if unknown := sorted(set(budgets) - set(names)):
-            raise ValueError(f"gpu_budget: got tiers {', '.join(unknown)}, the model's are {', '.join(names)}")
+        if not budgets or not set(budgets) <= set(names):
+            raise ValueError(f"gpu_budget: got {budgets!r}, expected budgets of the model's tiers {', '.join(names)}")
         tiers = tuple(
             dataclasses.replace(tier, budget=_budget(budgets[tier.name], tier.name)) if tier.name in budgets else tier
             for tier in self.given_tiers
@@ -186,18 +237,20 @@ class PlacedMixin(PreTrainedModel):
         """`forward(self, ...)`; where a GPU runs out of memory, the neurons on it that are read least move to the last
         tier, what the cache got is taken back, and it begins anew.
         """
+        if len(self.placement.tiers) == 1:
+            return forward(self, *args, **kwargs)
         cache = kwargs.get("cache", kwargs.get("past_key_values"))
-        cache = cache if isinstance(cache, Cache) else None
-        lengths = layer_lengths(cache) if len(self.placement.tiers) > 1 else []
-        while True:
-            try:
-                return forward(self, *args, **kwargs)
-            except torch.OutOfMemoryError as error:
-                tier = self._tier_out_of_memory(error)
-                if tier is None or (cache is not None and not take_back(cache, lengths)):
-                    raise
-            # after the handler, which keeps the tensors of the failed pass alive
-            self._make_room(tier)
+        states = CacheStates(cache) if isinstance(cache, Cache) else None
+        with self._moving_lock():
+            while True:
+                try:
+                    return forward(self, *args, **kwargs)
+                except torch.OutOfMemoryError as error:
+                    tier = self._tier_out_of_memory(error)
+                    if tier is None or (states is not None and not states.restore()):
+                        raise
+                # after the handler, which keeps the tensors of the failed pass alive
+                self._make_room(tier)
 
     def _tier_out_of_memory(self, error: torch.OutOfMemoryError) -> int | None:
         """Position of the tier that neurons can leave; None where there is none."""
@@ -214,17 +267,29 @@ class PlacedMixin(PreTrainedModel):
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         blocks = placement_blocks(self, self.cache_tokens)
-        used = bytes_by_tier(self.placement, blocks)[position]
+        used = bytes_by_tier(blocks, self.placement)[position]
         freed = max(1, int(used * FREED_SHARE))
         placement = without_coldest(self.placement, blocks, position, freed)
         tier = placement.tiers[position]
-        left = bytes_by_tier(placement, blocks)[position]
+        left = bytes_by_tier(blocks, placement)[position]
         warn_once(
             f"{tier.name} ran out of memory: neurons that are read least move to {placement.tiers[-1].name}, from now "
             f"on as often as it is needed; model.set_gpu_budget() moves them back"
         )
         logger.info("%s: %d of %d bytes of neurons stay", tier.name, left, used)
-        self.place(placement)
+        try:
+            self._move(placement)
+        except torch.OutOfMemoryError:  # to move a part of a block the GPU needs memory; to move all of it, none
+            largest = max(hybrid_blocks(self), key=lambda block: self._bytes_on(block, tier.name))
+            if not self._bytes_on(largest, tier.name):
+                raise
+            assignment = dict(self.placement.assignment)
+            assignment[largest.id] = torch.full((largest.neurons,), len(self.placement.tiers) - 1)
+            self._move(Placement(self.placement.tiers, assignment))
+
+    @staticmethod
+    def _bytes_on(block: HybridBlock, tier: str) -> int:
+        return sum(shard.nbytes for shard in block.shards if shard.tier.name == tier)
 
 
 def _budget(value: Any, name: str) -> int | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_sparse.modeling import Placement, Tier
 
-from .cost_model import PlacementBlock, minimum_neurons, token_time
+from .cost_model import PlacementBlock, bytes_by_tier, minimum_neurons, token_time
 from .log import logger
 from .program import RELATIVE_GAP, Answer, by_impact, by_time
 
@@ -29,10 +29,11 @@ class Solution:
     `goal`: "time" (least seconds per token by the cost model) or "impact" (the paper's: most impact on the fast
     tiers). `value` is what was reached of it, `bound` what no placement within the same constraints surpasses, `gap`
     the distance from one to the other, relative to the larger. `greedy_value`: what filling the tiers in order of
-    impact reaches (None where that finds no placement). `status`: "optimal" (the program was solved, or the bound
-    is as near), "feasible" (the time was up: the best found), "greedy" (the solver gave nothing of use, or nothing
-    better) or "single tier" (nothing to solve). `seconds`: time to solve. `solver`: its name. `token_seconds`: the cost
-    model's time for one token. `fast_impact`: share of all impact that lies on the fast tiers.
+    impact reaches (None where that finds no placement). `status`: "optimal" (no more than `program.RELATIVE_GAP` from
+    the bound), "solved" (the best of what the program chooses between), "feasible" (the time was up: the best found),
+    "greedy" (the solver gave nothing of use, or nothing better) or "single tier" (nothing to solve). `seconds`: time to
+    solve. `solver`: its name. `token_seconds`: the cost model's time for one token. `fast_impact`: share of all impact
+    that lies on the fast tiers.
     """
 
     placement: Placement
@@ -141,6 +142,8 @@ def _solution(
         status = "optimal"
     elif not solved:
         status = "greedy"
+    elif status == "optimal":
+        status = "solved"
     return Solution(
         placement=choices.placement(best),
         goal=goal,
@@ -181,7 +184,7 @@ def _check_arguments(
         raise ValueError("blocks: at least one is needed, got none")
     if len({block.id for block in blocks}) != len(blocks):
         raise ValueError(f"blocks: each id may come once, got {[str(block.id) for block in blocks]}")
-    neuron_bytes = sum(block.bytes_per_neuron * block.neurons for block in blocks)
+    neuron_bytes = sum(block.bytes_per_neuron * block.neurons + block.shared_bytes for block in blocks)
     budget = tiers[0].budget
     others = [tier.budget for tier in tiers[1:]]
     # What the first tier has to hold: the resident bytes and those neurons that fit nowhere else.
@@ -243,10 +246,7 @@ class _Choices:
 
     def excess(self, choice: list[Tensor]) -> list[int]:
         """By tier: bytes over its budget, in exact integers; not above 0 where it is kept."""
-        used = [0] * len(self.tiers)
-        for block, tier_of in zip(self.blocks, choice, strict=True):
-            for t, count in enumerate(tier_of.bincount(minlength=len(self.tiers)).tolist()):
-                used[t] += count * block.bytes_per_neuron + (block.shared_bytes if count else 0)
+        used = bytes_by_tier(self.blocks, self.placement(choice))
         return [0 if limit is None else taken - limit for taken, limit in zip(used, self.capacities, strict=True)]
 
     def allowed(self, choice: list[Tensor]) -> list[Tensor] | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_sparse.modeling import BlockId, HybridAttention, HybridBlock, Placement, Tier, hybrid_blocks
 
-from .cost_model import PlacementBlock
+from .cost_model import PlacementBlock, bytes_by_tier
 from .log import logger
 from .placement import Solution, solve_placement
 from .plan import BlockProfile
@@ -29,7 +29,7 @@ def placement_blocks(model: PlacedMixin, cache_tokens: int) -> list[PlacementBlo
     `cache_tokens`: what the keys and values of a KV group take room for; half of them are read by an average token.
     """
     made = [_placement_block(block, model, cache_tokens) for block in hybrid_blocks(model)]
-    parts = {id: _whole_part(id, nbytes, read) for id, (nbytes, read) in model.part_bytes().items()}
+    parts = {id: PlacementBlock.whole(id, nbytes, read) for id, (nbytes, read) in model.part_bytes().items()}
     before = [part for id, part in parts.items() if id.kind == "embedding"]
     return [*before, *made, *(part for id, part in parts.items() if id.kind == "head")]
 
@@ -47,11 +47,6 @@ def _placement_block(block: HybridBlock, model: PlacedMixin, cache_tokens: int) 
     foretelling, shared = block.foretelling_bytes()
     size = block.bytes_per_neuron() + foretelling + cached * cache_tokens
     return PlacementBlock(block.id, size, read + size * 1e-3 * contribution, read, shared)
-
-
-def _whole_part(id: BlockId, nbytes: int, read: int) -> PlacementBlock:
-    worth = torch.tensor([float(read)], dtype=torch.float64)
-    return PlacementBlock(id, nbytes, worth, worth)
 
 
 def choose_placement(model: PlacedMixin, tiers: Sequence[Tier], cache_tokens: int, directory: Path | None) -> Solution:
@@ -75,21 +70,12 @@ def choose_placement(model: PlacedMixin, tiers: Sequence[Tier], cache_tokens: in
 
 def _fits(placement: Placement, blocks: Sequence[PlacementBlock], resident_bytes: int) -> bool:
     """Whether a placement that was read from a file keeps the budgets, whatever the file says of itself."""
-    for position, (tier, used) in enumerate(zip(placement.tiers, bytes_by_tier(placement, blocks), strict=True)):
+    for position, (tier, used) in enumerate(zip(placement.tiers, bytes_by_tier(blocks, placement), strict=True)):
         used += resident_bytes if position == 0 else 0
         if tier.budget is not None and used > tier.budget:
             logger.warning("The saved placement puts %d bytes on %s, over its budget; solving anew.", used, tier.name)
             return False
     return True
-
-
-def bytes_by_tier(placement: Placement, blocks: Sequence[PlacementBlock]) -> list[int]:
-    """What the neurons of `blocks` take on each tier, room for their cache included."""
-    used = [0] * len(placement.tiers)
-    for block in blocks:
-        for tier, count in enumerate(placement.assignment[block.id].bincount(minlength=len(used)).tolist()):
-            used[tier] += count * block.bytes_per_neuron + (block.shared_bytes if count else 0)
-    return used
 
 
 def without_coldest(placement: Placement, blocks: Sequence[PlacementBlock], tier: int, nbytes: int) -> Placement:

@@ -282,8 +282,8 @@ def _worth_having(block: PlacementBlock, options: _Options) -> list[int]:
 
 def least_seconds(blocks: Sequence[PlacementBlock], tiers: Sequence[Tier], resident_bytes: int) -> float:
     """No placement takes less: the Lagrangian bound with a price for a byte on the fast tiers, whose memory is taken as
-    one, exact to the neuron. Those of them that a block uses cannot finish before an even share of bytes and fixed
-    costs.
+    one. Of any n neurons of a block it is only asked that what they read lies between what the n of most and of least
+    do; and those of the fast tiers that a block uses cannot finish before an even share of bytes and fixed costs.
     """
     fast = tiers[:-1]
     limits = [tier.budget for tier in fast if tier.budget is not None]
@@ -301,8 +301,8 @@ def least_seconds(blocks: Sequence[PlacementBlock], tiers: Sequence[Tier], resid
     curves = []
     for block in blocks:
         counts = torch.arange(block.neurons + 1)[:, None]
-        read = block.read_of_first[:, None]
-        seconds = torch.stack([_seconds(block, (pool, tiers[-1]), counts, read) for pool in pools]).amin(0)
+        most = block.read_of_first[:, None]  # that n neurons can read; the least is what the others leave
+        seconds = torch.stack([_balanced(block, pool, tiers[-1], counts, most) for pool in pools]).amin(0)
         nbytes = counts[:, 0].double() * block.bytes_per_neuron + block.shared_bytes * (counts[:, 0] > 0)
         curves.append((seconds, nbytes))
     if room is None:
@@ -321,6 +321,18 @@ def least_seconds(blocks: Sequence[PlacementBlock], tiers: Sequence[Tier], resid
         best = max(best, of_a, of_b)
         low, high = (a, high) if of_a < of_b else (low, b)
     return best
+
+
+def _balanced(block: PlacementBlock, fast: Tier, last: Tier, counts: Tensor, most: Tensor) -> Tensor:
+    """float64 [splits]: no choice of `counts` neurons for `fast` takes less; the best one lets both tiers finish
+    together, as far as n neurons can.
+    """
+    whole = block.read_of_first[-1]
+    least = (whole - most.flip(0)).clamp_min(0)
+    fixed = last.launch_seconds + fast.sync_seconds - fast.launch_seconds
+    fixed += block.shared_bytes * (1 / last.bandwidth - 1 / fast.bandwidth)
+    even = (fixed + whole / last.bandwidth) / (1 / fast.bandwidth + 1 / last.bandwidth)
+    return _seconds(block, (fast, last), counts, torch.minimum(torch.maximum(even.expand_as(least), least), most))
 
 
 def solve(problem: pulp.LpProblem, seconds: float, gap: float) -> tuple[str, str]:

@@ -5,11 +5,11 @@ if __name__ != "hf_sparse.modeling":  # a second name would make a second copy o
 
 from .attention import HybridAttention
 from .block import BlockShape, HybridBlock
-from .cache import TieredCacheLayer, layer_lengths, take_back
+from .cache import CacheStates, TieredCacheLayer
 from .engine import Engine, NotUsual
 from .families import FAMILIES, engine_of, family_of, has_exact_zeros, hybrid_blocks, swap_blocks
 from .head import PackedHead
-from .homes import layer_homes, move, settle_layers, settle_part
+from .homes import move, settle_layers, settle_part
 from .mlp import HybridMLP
 from .neurons import BlockId, BlockKind, Placement, Tier, WeightFormat
 from .paged_cache import PagedCacheLayer, use_pages
@@ -32,6 +32,7 @@ __all__ = [
     "BlockId",
     "BlockKind",
     "BlockShape",
+    "CacheStates",
     "Engine",
     "HybridAttention",
     "HybridBlock",
@@ -53,8 +54,6 @@ __all__ = [
     "gives_exact_zeros",
     "has_exact_zeros",
     "hybrid_blocks",
-    "layer_homes",
-    "layer_lengths",
     "magnitude",
     "move",
     "note_forward",
@@ -65,6 +64,5 @@ __all__ = [
     "skipping_mode",
     "streams_weights",
     "swap_blocks",
-    "take_back",
     "use_pages",
 ]

@@ -177,15 +177,11 @@ class HybridBlock(nn.Module):
             got, expected = (predictor.fc1.cols, predictor.fc2.rows), (self.width_of("input"), self.predicts)
             if got != expected:
                 raise ValueError(f"{self.id} predictor: expected [inputs, scores] of {expected}, got {got}")
+        if predictor is not None and self.id.kind == "attention":
+            predictor = predictor.of(None, self.home.device)
         self._predictor = predictor
-        self._share_predictor()
-
-    def _share_predictor(self) -> None:
-        """Every tier of an MLP gets the predictor of its own neurons, so that no list of neurons crosses."""
-        predictor = self._predictor
-        if predictor is not None and self.id.kind == "attention":  # scores all heads, where hidden states are
-            self._predictor, predictor = predictor.of(None, self.home.device), None
-        for shard in self.shards:
+        # every tier of an MLP gets the predictor of its own neurons, so that no list of neurons crosses
+        for shard in self.shards if self.id.kind == "mlp" else ():
             rows = None if len(shard.neurons) == self.neurons else shard.neurons.cpu().long()
             shard.predictor = None if predictor is None else predictor.of(rows, shard.tier.device)
 
@@ -379,13 +375,12 @@ class HybridBlock(nn.Module):
         """
         return torch.full_like(active, self.bytes_per_neuron() - INDEX_BYTES)
 
-    def place(self, tiers: Sequence[Tier], tier_of: Tensor, home: int = 0) -> None:
-        """Moves each neuron to `tiers[tier_of[neuron]]`; `tier_of` is int64 [neurons]. `tiers[home]` is where hidden
-        states are.
+    def place(self, tiers: Sequence[Tier], tier_of: Tensor) -> None:
+        """Moves each neuron to `tiers[tier_of[neuron]]`; `tier_of` is int64 [neurons]. Hidden states are at home on
+        `tiers[0]` until `settle` says otherwise. Nothing is changed where memory runs out.
         """
         matrices, biases, output_bias = self._whole()
-        self._counters = self.counters  # those of the tiers that there were are in it now
-        self._matrices, self._biases = {}, {}
+        counters = self.counters  # those of the tiers that there were are in it now
         shards = []
         for position, tier in enumerate(tiers):
             neurons = (tier_of == position).nonzero().flatten()
@@ -402,13 +397,23 @@ class HybridBlock(nn.Module):
                     bias = biases[name]
                     shard.biases[name] = (bias if rows is None else bias[rows.to(bias.device)]).to(tier.device)
             if not whole or tier.device.type != "cpu":
-                shard.counters = torch.zeros_like(self._counters, device=tier.device)
+                shard.counters = torch.zeros_like(counters, device=tier.device)
+            if self._predictor is not None and self.id.kind == "mlp":
+                shard.predictor = self._predictor.of(None if whole else neurons, tier.device)
             shards.append(shard)
-        self.shards, self.home, self.primary = shards, tiers[home], tiers[0]
-        self._share_predictor()
-        self.output_bias = None if output_bias is None else output_bias.to(tiers[home].device)
+        self._matrices, self._biases, self.output_bias = {}, {}, output_bias
+        self.shards, self.primary = shards, tiers[0]
         self._store()
         self._placed()
+        self.settle(tiers[0])
+
+    def settle(self, home: Tier) -> None:
+        """Brings to `home`, where hidden states are, what is computed there."""
+        self.home = home
+        if self.output_bias is not None:
+            self.output_bias = self.output_bias.to(home.device)
+        if self._predictor is not None and self.id.kind == "attention":  # scores all heads
+            self._predictor = self._predictor.of(None, home.device)
 
     def _placed(self) -> None:
         """For subclasses: the shards have changed."""

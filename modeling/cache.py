@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
 
 from .tiers import all_to_device
 
@@ -193,23 +193,45 @@ def settle_cache(cache: Cache, layer_idx: int, parts: Sequence[CachePart]) -> No
     cache.layers[layer_idx] = TieredCacheLayer(layer, parts)
 
 
-def take_back(cache: Cache, lengths: Sequence[int]) -> bool:
-    """Brings every layer back to what `layer_lengths` said of it before a forward pass that failed halfway. False where
-    a layer cannot forget.
+class CacheStates:
+    """What a cache holds before a forward pass, so that one that fails halfway can be taken back. Costs no memory but
+    where a layer drops tokens as it goes (a sliding window).
     """
-    for i, layer in enumerate(cache.layers):
-        length = lengths[i] if i < len(lengths) else 0
-        parts: list[Any] = layer.parts if isinstance(layer, TieredCacheLayer) else [layer]
-        for part in parts:
-            more = int(part.get_seq_length()) - length
-            try:
-                if more:
-                    part.crop(-more)
-            except (RuntimeError, NotImplementedError):  # a window that has moved on
-                return False
-    return True
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+        self._layers: list[Any] = list(cache.layers)
+        self._states = [[_state_of(part) for part in _parts_of(layer)] for layer in self._layers]
+
+    def restore(self) -> bool:
+        """False where a layer cannot forget: one that overwrites a window in place."""
+        # Layers that the pass has added go, those that it has split another way come back as they were.
+        self._cache.layers[:] = self._layers
+        found = True
+        for layer, states in zip(self._layers, self._states, strict=True):
+            for part, state in zip(_parts_of(layer), states, strict=True):
+                found &= _restored(part, state)
+        return found
 
 
-def layer_lengths(cache: Cache | None) -> list[int]:
-    layers: list[Any] = [] if cache is None else cache.layers
-    return [int(layer.get_seq_length()) for layer in layers]
+_State = tuple[int, "dict[str, Any] | None"]  # how many tokens, and all attributes where they cannot be cut off again
+
+
+def _parts_of(layer: Any) -> list[Any]:
+    return layer.parts if isinstance(layer, TieredCacheLayer) else [layer]
+
+
+def _state_of(part: Any) -> _State:
+    return int(part.get_seq_length()), dict(vars(part)) if isinstance(part, DynamicSlidingWindowLayer) else None
+
+
+def _restored(part: Any, state: _State) -> bool:
+    tokens, attributes = state
+    if attributes is not None:
+        vars(part).clear()
+        vars(part).update(attributes)
+        return True
+    more = int(part.get_seq_length()) - tokens
+    if more and part.is_croppable:
+        part.crop(-more)
+    return more == 0 or part.is_croppable

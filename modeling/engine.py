@@ -90,7 +90,8 @@ class Engine:
         layers: list[Any] = list(model.get_submodule(layers_path))
         self._blocks: list[tuple[HybridAttention, HybridMLP]] = []
         self._sizes: list[tuple[int, int, int]] = []
-        self._counts = torch.zeros(len(layers), 6, 2, dtype=torch.int64, device="cpu")  # see kernels.h: Step
+        with torch.inference_mode(False):  # blocks count in it elsewhere too
+            self._counts = torch.zeros(len(layers), 6, 2, dtype=torch.int64, device="cpu")  # see kernels.h: Step
         self._decoder = self._kernels.Decoder(level, config.hidden_size)
         self._rotations = self._make_rotations(config)
         for number, layer in enumerate(layers):

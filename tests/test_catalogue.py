@@ -30,6 +30,11 @@ def write(path: Path, *devices: Any, **fields: Any) -> Path:
     return path
 
 
+def test_spelling_without_blanks() -> None:
+    assert known_device("rtx4090") == known_device("RTX 4090")
+    assert known_device("i9 13900k") == known_device("i9-13900K")
+
+
 def test_what_ships() -> None:
     devices = known_devices()
     assert all(model == each.model and not each.measured for model, each in devices.items())

@@ -263,6 +263,10 @@ def test_estimate_needs_no_weights(tmp_path: Path) -> None:
     assert "neurons, sparse" not in succeed("estimate", tmp_path, "--gpu", "none", "--cpu", "i9-13900K").stdout
 
 
+def test_estimate_of_a_model_that_is_not_there(tmp_path: Path) -> None:
+    assert "MODEL: there is no directory or config.json" in error_line("estimate", tmp_path / "absent", *ESTIMATE)
+
+
 def test_estimate_computes_all_neurons_without_exact_zeros(tmp_path: Path) -> None:
     save_checkpoint("llama", tmp_path)
     assert "Activity assumed: 100% of the MLP neurons" in succeed("estimate", tmp_path, *ESTIMATE).stdout
@@ -275,6 +279,7 @@ def test_estimate_computes_all_neurons_without_exact_zeros(tmp_path: Path) -> No
         (["--gpu", "none", "--gpu-budget", "1GB"], "gpu_budget: got 1 for 0 GPUs"),
         (["--gpu", "RTX 4090", "--gpu", "RTX 3090", "--gpu-budget", "1GB"], "gpu_budget: got 1 for 2 GPUs"),
         (["--gpu", "RTX 4090", "--gpu-budget", "30GB"], "gpu_budget: got '30GB'"),
+        (["--gpu", "RTX 4090", "--gpu-budget", "0"], "allowed are budgets above 0 and up to"),
         (["--gpu", "RTX 4090", "--cpu-bandwidth", "0"], "cpu_bandwidth: got 0.0"),
         (["--gpu", "RTX 4090", "--active", "2"], "mean: expected a share above 0 and at most 1, got 2.0"),
         (["--gpu", "none", "--cache-tokens", "100000000000"], "MODEL: takes "),

@@ -12,11 +12,12 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from hf_sparse import SparseAutoModelForCausalLM, WeightOnlyQuantConfig
-from hf_sparse.cost_model import PlacementBlock
+from hf_sparse.cost_model import PlacementBlock, bytes_by_tier
 from hf_sparse.log import warn_once
 from hf_sparse.modeling import (
     BlockId,
     HybridAttention,
+    HybridBlock,
     HybridMLP,
     PackedHead,
     Placement,
@@ -25,11 +26,10 @@ from hf_sparse.modeling import (
     SkipRule,
     Tier,
     hybrid_blocks,
-    layer_lengths,
     magnitude,
 )
-from hf_sparse.placing import bytes_by_tier, placement_blocks, without_coldest
-from tiny_models import CASES, prompt_ids, save_checkpoint
+from hf_sparse.placing import placement_blocks, without_coldest
+from tiny_models import CASES, plain_twin, prompt_ids, save_checkpoint
 
 QUICK = {"calibration_tokens": 64, "max_perplexity_increase": 0}
 GREEDY = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0, "eos_token_id": None}
@@ -55,6 +55,13 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("llama")
     save_checkpoint("llama", directory, num_hidden_layers=4)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def gemma2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("gemma2")
+    save_checkpoint("gemma2", directory, num_hidden_layers=4)
     return directory
 
 
@@ -158,6 +165,14 @@ def test_bad_room_for_a_cache(llama: Path, option: dict[str, Any], match: str) -
         load(llama, **option)
 
 
+@pytest.mark.parametrize("case", ["qwen2", "qwen3", "gemma2", "gemma3", "smollm3"])
+def test_static_caches_whose_masks_differ_by_layer(case: str, tmp_path: Path) -> None:
+    save_checkpoint(case, tmp_path)
+    model = load(tmp_path)
+    expected = plain_twin(model).generate(prompt_ids(1, 9), cache_implementation="static", **GREEDY)
+    assert torch.equal(model.generate(prompt_ids(1, 9), cache_implementation="static", **GREEDY), expected)
+
+
 # Homes
 
 
@@ -224,7 +239,10 @@ def test_a_conversation_goes_on_under_another_budget(checkpoint: Path) -> None:
         (-5, r"gpu_budget\['gpu'\]: got -5"),
         ("50%", "a percentage needs a device"),
         (10, "the smallest budget that works is"),
-        ({"cuda:7": 1}, "got tiers cuda:7, the model's are gpu, cpu"),
+        ({"cuda:7": 1}, "got {'cuda:7': 1}, expected budgets of the model's tiers gpu, cpu"),
+        ({0: 5}, "got {0: 5}, expected budgets of the model's tiers"),
+        ({}, "got {}, expected budgets of the model's tiers"),
+        (10**30, r"gpu_budget\['gpu'\]: got 1000"),
     ],
 )
 def test_a_bad_budget_moves_nothing(llama: Path, budget: Any, match: str) -> None:
@@ -234,6 +252,101 @@ def test_a_bad_budget_moves_nothing(llama: Path, budget: Any, match: str) -> Non
         model.set_gpu_budget(budget)
     assert model.placement is before
     assert model.given_tiers == given
+
+
+def changed(model: Any, change: Any) -> Placement:
+    assignment = dict(model.placement.assignment)
+    change(assignment)
+    return Placement(model.placement.tiers, assignment)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda a: a.update({BlockId(1, "mlp"): a[BlockId(1, "mlp")][:-1]}), r"assignment\[1.mlp\]: .* 88 .* got 87"),
+        (lambda a: a.update({BlockId(1, "attention"): torch.zeros(2, dtype=torch.int64)}), r"\[1.attention\]: .* 3 "),
+        (lambda a: a.update({BlockId(99, "mlp"): torch.zeros(1, dtype=torch.int64)}), r"\[99.mlp\]: the model has no"),
+        (lambda a: a.pop(BlockId(2, "mlp")), "expected every block of the model, 2.mlp are missing"),
+    ],
+)
+def test_a_placement_that_does_not_fit_moves_nothing(llama: Path, change: Any, match: str) -> None:
+    model = load(llama, tiers=tiers(100_000))
+    before, hooks = model.placement, [len(module._forward_pre_hooks) for module in model.modules()]
+    with pytest.raises(ValueError, match=match):
+        model.place(changed(model, change))
+    assert model.placement is before
+    assert [len(module._forward_pre_hooks) for module in model.modules()] == hooks
+    same(logits(load(llama)), logits(model))
+
+
+@pytest.mark.parametrize("times", [1, 3, 6])
+def test_memory_that_runs_out_while_neurons_move(llama: Path, monkeypatch, times: int) -> None:
+    model = load(llama, tiers=tiers(60_000))
+    calls, original = [], HybridBlock.place
+
+    def fail(self: Any, *args: Any) -> None:
+        calls.append(1)
+        if len(calls) == times:
+            raise torch.OutOfMemoryError("moving")
+        original(self, *args)
+
+    monkeypatch.setattr(HybridBlock, "place", fail)
+    with pytest.raises(torch.OutOfMemoryError, match="moving"):
+        model.set_gpu_budget(120_000)
+    for block in hybrid_blocks(model):  # what is said is where it is
+        for shard in block.shards:
+            position = [tier.name for tier in model.placement.tiers].index(shard.tier.name)
+            where = model.placement.assignment[block.id] == position
+            assert where.nonzero().flatten().tolist() == shard.neurons.tolist()
+    same(logits(load(llama)), logits(model))
+    model.set_gpu_budget(120_000)
+    check_budgets(model)
+    same(logits(load(llama)), logits(model))
+
+
+def test_moving_neurons_off_may_run_out_of_memory_too(llama: Path, monkeypatch) -> None:
+    """A part of a block needs memory on the GPU to be moved; then a whole block goes."""
+    model = load(llama, tiers=tiers(100_000))
+    expected = load(llama).generate(prompt_ids(1, 9), **GREEDY)
+    out_of_memory_beyond(monkeypatch, model, 80_000)
+    original = HybridBlock.place
+
+    def fail(self: Any, placed: Any, tier_of: Tensor) -> None:
+        if not bool((tier_of == 1).all()) and len(self.shards) == 2:
+            raise torch.OutOfMemoryError("moving")
+        original(self, placed, tier_of)
+
+    monkeypatch.setattr(HybridBlock, "place", fail)
+    assert torch.equal(model.generate(prompt_ids(1, 9), **GREEDY), expected)
+    monkeypatch.undo()
+    same(logits(load(llama)), logits(model))
+
+
+@pytest.mark.parametrize("budget", [50_000, None])
+def test_inference_mode_leaves_nothing_behind(gemma2: Path, budget: int | None) -> None:
+    model = load(gemma2, tiers=tiers(60_000))
+    for block in hybrid_blocks(model):
+        if block.id.kind == "mlp":
+            block.rule = magnitude(gate=0.01)
+    expected = model.generate(prompt_ids(1, 9), **GREEDY)
+    with torch.inference_mode():
+        model.set_gpu_budget(budget)
+        assert torch.equal(model.generate(prompt_ids(1, 9), **GREEDY), expected)
+    for other in (70_000, None):
+        model.set_gpu_budget(other)
+        assert torch.equal(model.generate(prompt_ids(1, 9), **GREEDY), expected)
+        assert 0 < model.active_fraction() <= 1
+
+
+def test_a_budget_that_changes_while_a_text_is_made(llama: Path) -> None:
+    model = load(llama, tiers=tiers(100_000))
+    prompts = [prompt_ids(1, 9, seed=seed) for seed in range(3)]
+    expected = [model.generate(prompt, **GREEDY) for prompt in prompts]
+    with ThreadPoolExecutor(3) as pool:
+        running = [pool.submit(model.generate, prompt, **GREEDY) for prompt in prompts]
+        for budget in (60_000, 150_000, 40_000, 120_000):
+            model.set_gpu_budget(budget)
+        assert all(torch.equal(one.result(), wanted) for one, wanted in zip(running, expected, strict=True))
 
 
 def test_without_a_gpu_a_budget_is_a_warning(llama: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
@@ -257,7 +370,7 @@ def out_of_memory_beyond(monkeypatch: pytest.MonkeyPatch, model: Any, nbytes: in
 
     def _partial(self: HybridMLP, shard: Any, *args: Any) -> Tensor:
         if self.id.layer >= 2 and shard.tier.name == "gpu":
-            used = bytes_by_tier(model.placement, placement_blocks(model, model.cache_tokens))[0]
+            used = bytes_by_tier(placement_blocks(model, model.cache_tokens), model.placement)[0]
             if used > nbytes:
                 seen.append(used)
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 has ...")
@@ -285,24 +398,28 @@ def test_running_out_of_memory_moves_neurons_and_goes_on(llama: Path, monkeypatc
                     seen = out_of_memory_beyond(monkeypatch, model, budget // 2)
                 last = model(found[:, cache.get_seq_length() :], past_key_values=cache).logits[:, -1:]
                 found = torch.cat((found, last.argmax(-1)), dim=1)
-        assert layer_lengths(cache) == [20] * 4
+        assert [layer.get_seq_length() for layer in cache.layers] == [20] * 4
     assert torch.equal(found, expected)
     assert len(seen) >= 3 and seen == sorted(seen, reverse=True)
     assert caplog.text.count("gpu ran out of memory") == 1
     monkeypatch.undo()
     model.set_gpu_budget(budget)
-    assert bytes_by_tier(model.placement, placement_blocks(model, model.cache_tokens))[0] >= max(seen[0] * 0.9, 1)
+    assert bytes_by_tier(placement_blocks(model, model.cache_tokens), model.placement)[0] >= max(seen[0] * 0.9, 1)
 
 
 @pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}, {"use_cache": False}, {"num_beams": 3}])
+@pytest.mark.parametrize("windowed", [False, True])
 @pytest.mark.parametrize(
     ("where", "method", "times"),
     [(HybridMLP, "_partial", (7, 30)), (HybridAttention, "_partial", (7, 30)), (PackedHead, "forward", (2, 5))],
 )
-def test_wherever_memory_runs_out(llama: Path, monkeypatch, where: Any, method: str, times: Any, options: Any) -> None:
-    model = load(llama, tiers=tiers(100_000))
+def test_wherever_memory_runs_out(
+    llama: Path, gemma2: Path, monkeypatch, windowed: bool, where: Any, method: str, times: Any, options: Any
+) -> None:
+    directory = gemma2 if windowed else llama
+    model = load(directory, tiers=tiers(100_000))
     ids, options = prompt_ids(2, 9), GREEDY | options
-    expected = load(llama).generate(ids, **options)
+    expected = load(directory).generate(ids, **options)
     calls, original = [], getattr(where, method)
 
     def fail(self: Any, *args: Any) -> Any:
@@ -313,6 +430,10 @@ def test_wherever_memory_runs_out(llama: Path, monkeypatch, where: Any, method: 
 
     monkeypatch.setattr(where, method, fail)
     before = model.placement_summary().tiers[0].nbytes
+    if windowed and "cache_implementation" in options:  # it overwrites its window
+        with pytest.raises(torch.OutOfMemoryError, match="no more"):
+            model.generate(ids, **options)
+        return
     assert torch.equal(model.generate(ids, **options), expected)
     assert model.placement_summary().tiers[0].nbytes < before
 

@@ -1,8 +1,14 @@
 import pytest
 import torch
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
+from transformers.cache_utils import (
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 
-from hf_sparse.modeling import PagedCacheLayer, TieredCacheLayer, layer_lengths, take_back
+from hf_sparse.modeling import CacheStates, PagedCacheLayer, TieredCacheLayer
 from hf_sparse.modeling.cache import TierCacheView, settle_cache
 
 BATCH, HEADS, HEAD_DIM = 2, 6, 5
@@ -92,26 +98,48 @@ def test_a_pass_that_failed_halfway_is_taken_back():
         cache.update(*states(4, layer), layer)
     settle_cache(cache, 1, PARTS)
     before = [layer.keys.clone() for layer in cache.layers]
-    lengths = layer_lengths(cache)
+    states_before = CacheStates(cache)
     cache.update(*states(1, 7), 0)
     TierCacheView(cache, 1).update(*states(1, 8, heads=2), 1)  # one tier, and then no memory
-    assert take_back(cache, lengths)
-    assert layer_lengths(cache) == lengths == [4, 4, 4]
+    assert states_before.restore()
     assert all(torch.equal(layer.keys, keys) for layer, keys in zip(cache.layers, before, strict=True))
 
 
 def test_layers_that_a_failed_pass_added_are_emptied():
     cache = DynamicCache()
+    before = CacheStates(cache)
     cache.update(*states(4, 0), 0)
-    assert take_back(cache, [])
+    assert before.restore()
     assert cache.get_seq_length() == 0
 
 
-def test_a_layer_that_cannot_forget_says_so():
+def test_a_window_that_has_moved_on_comes_back():
     cache = cache_of(DynamicSlidingWindowLayer(sliding_window=3))
     cache.update(*states(4, 0), 0)
+    for parts in (WHOLE, PARTS):
+        settle_cache(cache, 0, parts)
+        keys, before = cache.layers[0].keys.clone(), CacheStates(cache)
+        cache.update(*states(1, 1), 0)
+        assert before.restore()
+        assert torch.equal(cache.layers[0].keys, keys) and cache.get_seq_length() == 4
+
+
+def test_a_layer_that_the_pass_split_comes_back_whole():
+    cache = DynamicCache()
+    cache.update(*states(4, 0), 0)
+    layer, before = cache.layers[0], CacheStates(cache)
+    settle_cache(cache, 0, PARTS)
     cache.update(*states(1, 1), 0)
-    assert not take_back(cache, [4])
+    assert before.restore()
+    assert cache.layers == [layer] and layer.get_seq_length() == 4
+
+
+def test_a_layer_that_cannot_forget_says_so():
+    cache = cache_of(StaticSlidingWindowLayer(max_cache_len=8, sliding_window=3))
+    cache.update(*states(4, 0), 0)
+    before = CacheStates(cache)
+    cache.update(*states(1, 1), 0)
+    assert not before.restore()
 
 
 def test_a_layer_without_keys_is_an_error():
