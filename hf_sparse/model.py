@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -33,6 +33,7 @@ from hf_sparse.modeling import (
     hybrid_blocks,
     note_forward,
     skipping_mode,
+    turn_exactly,
     use_pages,
 )
 
@@ -41,6 +42,7 @@ from .generation import decode_alone, decodes_alone, is_watched
 from .log import logger, warn_once
 from .placed import PlacedMixin
 from .plan import PlacementPlan
+from .streaming import OPTIONS, StreamingMixin
 
 PLAN_FOLDER = "hf_sparse_plan"
 # Arguments of forward() with which a decode step may be computed natively: any value, and those listed.
@@ -65,7 +67,7 @@ PUSH_ARGUMENTS = (
 )
 
 
-class SparseMixin(PlacedMixin, GenerationMixin):
+class SparseMixin(PlacedMixin, StreamingMixin):
     """Added to the class of a model that `SparseAutoModelForCausalLM` loads."""
 
     plan: PlacementPlan
@@ -158,7 +160,7 @@ class SparseMixin(PlacedMixin, GenerationMixin):
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:
         made_here = model_kwargs.get("cache") is None
-        theirs: Any = super()._prepare_cache_for_generation  # type: ignore[misc]
+        theirs: Any = super()._prepare_cache_for_generation
         result = theirs(generation_config, model_kwargs, *args)
         cache = model_kwargs.get("cache")
         if made_here and isinstance(cache, Cache) and (self.cache_dtype is not None or self.engine() is not None):
@@ -206,24 +208,28 @@ class SparseMixin(PlacedMixin, GenerationMixin):
         return state
 
     def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        """transformers' own `generate`; first looks at the prompt's length.
+        """transformers' own `generate`, which also takes the options of StreamingLLM (Xiao et al. 2024).
 
-        Raises ValueError for an empty prompt, and where prompt and `max_new_tokens` are more than the positions of a
-        model that has learned positions; with rotary or ALiBi positions a prompt beyond them is a warning, since the
-        model computes on, at a loss of quality.
+        When the cache holds `ctx_size` tokens, the first `n_keep` (4) stay and the oldest `n_discard` (-1: half) of the
+        others go, without anything being computed again. They may also be fields of a GenerationConfig, or of
+        `self.generation_config`. The cache is a StreamingCache, which `past_key_values` takes to go on with a text.
+
+        Without them looks at the prompt's length first: raises ValueError for an empty prompt, and where prompt and
+        `max_new_tokens` are more than the positions of a model that has learned positions; with rotary or ALiBi
+        positions a prompt beyond them is a warning, since the model computes on, at a loss of quality.
         """
         prompt = inputs if inputs is not None else kwargs.get("input_ids")
         if isinstance(prompt, Tensor) and kwargs.get("inputs_embeds") is None:
-            self._check_prompt(prompt, kwargs.get("max_new_tokens") or 0)
+            self._check_prompt(prompt, kwargs.get("max_new_tokens") or 0, self.streams(kwargs))
         return super().generate(inputs, *args, **kwargs)
 
-    def _check_prompt(self, prompt: Tensor, new_tokens: int) -> None:
+    def _check_prompt(self, prompt: Tensor, new_tokens: int, streams: bool) -> None:
         if prompt.dim() != 2 or prompt.shape[0] == 0 or prompt.shape[1] == 0:
             raise ValueError(
                 f"inputs: expected token ids [batch, tokens] with at least one token, got shape {list(prompt.shape)}"
             )
         positions = getattr(self.config, "max_position_embeddings", None)
-        if positions is None:
+        if positions is None or streams:
             return
         message = f"inputs: the prompt has {prompt.shape[1]} tokens, the model {positions} positions"
         learned = any(isinstance(m, nn.Embedding) and "position" in name for name, m in self.named_modules())
@@ -355,6 +361,11 @@ def as_sparse(model: PreTrainedModel) -> SparseMixin:
     """`model`, whose blocks are hybrid, as an instance of `sparse_class`."""
     model.__class__ = sparse_class(type(model))  # type: ignore[arg-type]
     decoder_of(model).register_forward_pre_hook(note_forward_pass, with_kwargs=True)
+    turn_exactly(model)
+    if model.generation_config is not None:
+        for name in OPTIONS:  # so that `generate` takes them
+            if not hasattr(model.generation_config, name):
+                setattr(model.generation_config, name, None)
     return model  # type: ignore[return-value]
 
 

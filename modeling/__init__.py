@@ -14,6 +14,7 @@ from .mlp import HybridMLP
 from .neurons import BlockId, BlockKind, Placement, Tier, WeightFormat
 from .paged_cache import PagedCacheLayer, use_pages
 from .predictor import Predictor
+from .rotation import turn_exactly
 from .rules import (
     Place,
     Skipping,
@@ -25,6 +26,8 @@ from .rules import (
     skipping,
     skipping_mode,
 )
+from .streaming import StreamingLayer, StreamingOptions
+from .streaming_cache import StreamingCache, max_positions
 from .tiers import SimulatedTier, streams_weights
 
 __all__ = [
@@ -46,6 +49,9 @@ __all__ = [
     "SimulatedTier",
     "SkipRule",
     "Skipping",
+    "StreamingCache",
+    "StreamingLayer",
+    "StreamingOptions",
     "Tier",
     "TieredCacheLayer",
     "WeightFormat",
@@ -55,6 +61,7 @@ __all__ = [
     "has_exact_zeros",
     "hybrid_blocks",
     "magnitude",
+    "max_positions",
     "move",
     "note_forward",
     "rules_apply",
@@ -64,5 +71,6 @@ __all__ = [
     "skipping_mode",
     "streams_weights",
     "swap_blocks",
+    "turn_exactly",
     "use_pages",
 ]

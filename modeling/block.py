@@ -377,8 +377,19 @@ class HybridBlock(nn.Module):
 
     def place(self, tiers: Sequence[Tier], tier_of: Tensor) -> None:
         """Moves each neuron to `tiers[tier_of[neuron]]`; `tier_of` is int64 [neurons]. Hidden states are at home on
-        `tiers[0]` until `settle` says otherwise. Nothing is changed where memory runs out.
+        `tiers[0]` until `settle` says otherwise. Nothing is changed where memory runs out, and no memory is needed
+        where nothing moves.
         """
+        used = [tiers[position] for position in tier_of.unique().tolist()]
+        if [(s.tier.name, s.tier.device) for s in self.shards] == [(t.name, t.device) for t in used] and all(
+            torch.equal(shard.neurons.cpu().long(), (tier_of == tiers.index(tier)).nonzero().flatten())
+            for shard, tier in zip(self.shards, used, strict=True)
+        ):
+            for shard, tier in zip(self.shards, used, strict=True):
+                shard.tier = tier
+            self.primary = tiers[0]
+            self.settle(tiers[0])
+            return
         matrices, biases, output_bias = self._whole()
         counters = self.counters  # those of the tiers that there were are in it now
         shards = []

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
 
+from .paged_cache import PagedCacheLayer
+from .streaming import StreamingLayer
 from .tiers import all_to_device
 
 # KV groups of one tier (int, ascending), and its device
@@ -27,8 +29,14 @@ class TieredCacheLayer(CacheLayerMixin):
     def __init__(self, layer: CacheLayerMixin, parts: Sequence[CachePart]) -> None:
         """`layer` is what the cache holds now, empty or filled, perhaps split another way."""
         self.groups = [groups.long().cpu() for groups, _ in parts]
-        self.parts = [_copy_without_states(layer) for _ in parts]
         self.is_sliding = getattr(layer, "is_sliding", False)
+        self.parts: list[Any]
+        if isinstance(_first_part(layer), StreamingLayer):  # whose keys are more than what `keys` shows
+            whole: Any = layer.joined(parts[0][1]) if isinstance(layer, TieredCacheLayer) else layer
+            heads_of = self._heads(whole.sizes[1]) if whole.is_initialized else self.groups
+            self.parts = [whole.of_heads(of, device) for of, (_, device) in zip(heads_of, parts, strict=True)]
+            return
+        self.parts = [_copy_without_states(layer) for _ in parts]
         if layer.is_initialized:
             keys, values = layer.keys, layer.values
             assert keys is not None and values is not None
@@ -39,6 +47,11 @@ class TieredCacheLayer(CacheLayerMixin):
         """Cached heads of each tier; a KV group may be cached as several (Falcon repeats keys for each query head)."""
         per_group = total // sum(map(len, self.groups))
         return [(g[:, None] * per_group + torch.arange(per_group)).flatten() for g in self.groups]
+
+    def joined(self, device: torch.device) -> Any:
+        """The StreamingLayer that this is the parts of, on `device`."""
+        heads = sum(part.sizes[1] for part in self.parts) if self.is_initialized else sum(map(len, self.groups))
+        return StreamingLayer.joined(self.parts, torch.cat(self._heads(heads)).argsort(), device)
 
     def _merged(self, parts: Sequence[Tensor]) -> Tensor:
         """Keys or values of the tiers, [batch, heads of the tier, tokens, head_dim], in model order on the first tier's
@@ -127,13 +140,16 @@ def _copy_without_states(layer: CacheLayerMixin) -> CacheLayerMixin:
     """A layer with the counters of `layer` as its own (a static layer counts in a tensor) and its keys and values still
     shared.
     """
-    if isinstance(layer, TieredCacheLayer):
-        layer = layer.parts[0]
+    layer = _first_part(layer)
     part = copy.copy(layer)
     for name, value in vars(layer).items():
         if isinstance(value, Tensor) and name not in ("keys", "values"):
             setattr(part, name, value.clone())
     return part
+
+
+def _first_part(layer: CacheLayerMixin) -> CacheLayerMixin:
+    return layer.parts[0] if isinstance(layer, TieredCacheLayer) else layer
 
 
 def _fill(layer: Any, keys: Tensor, values: Tensor, device: torch.device) -> None:
@@ -175,12 +191,21 @@ def settle_cache(cache: Cache, layer_idx: int, parts: Sequence[CachePart]) -> No
         ):
             return
         if len(parts) == 1:
+            if isinstance(layer.parts[0], StreamingLayer):
+                cache.layers[layer_idx] = layer.joined(device)
+                return
             whole = _copy_without_states(layer)
             if layer.is_initialized:
                 assert layer.keys is not None and layer.values is not None
                 _fill(whole, layer.keys, layer.values, device)
             cache.layers[layer_idx] = whole
             return
+    elif isinstance(layer, StreamingLayer) and len(parts) == 1:
+        if layer.is_initialized and layer.device != device:
+            cache.layers[layer_idx] = layer.of_heads(torch.arange(layer.sizes[1]), device)
+        return
+    elif isinstance(layer, PagedCacheLayer) and layer.device in (None, device) and len(parts) == 1:
+        return  # `keys` would be a copy
     elif len(parts) == 1:
         keys = getattr(layer, "keys", None) if getattr(layer, "is_initialized", False) else None
         if isinstance(keys, Tensor) and keys.device != device:
@@ -214,7 +239,7 @@ class CacheStates:
         return found
 
 
-_State = tuple[int, "dict[str, Any] | None"]  # how many tokens, and all attributes where they cannot be cut off again
+_State = tuple[Any, "dict[str, Any] | None"]  # how many tokens, and all attributes where they cannot be cut off again
 
 
 def _parts_of(layer: Any) -> list[Any]:
@@ -222,6 +247,8 @@ def _parts_of(layer: Any) -> list[Any]:
 
 
 def _state_of(part: Any) -> _State:
+    if isinstance(part, StreamingLayer):
+        return part.state, None
     return int(part.get_seq_length()), dict(vars(part)) if isinstance(part, DynamicSlidingWindowLayer) else None
 
 
@@ -231,6 +258,8 @@ def _restored(part: Any, state: _State) -> bool:
         vars(part).clear()
         vars(part).update(attributes)
         return True
+    if isinstance(part, StreamingLayer):
+        return part.went_back(tokens)
     more = int(part.get_seq_length()) - tokens
     if more and part.is_croppable:
         part.crop(-more)

@@ -23,11 +23,14 @@ from .head import PackedHead
 from .mlp import HybridMLP
 from .native_mlp import NativeWeights
 from .native_mlp import NotUsual as NotUsual  # part of what this module offers
-from .paged_cache import PAGE_TOKENS, PagedCacheLayer, PageTables
+from .paged_cache import PagedCacheLayer, PageTables
+from .pages import PAGE_TOKENS
+from .streaming_cache import StreamingCache
 from .watch import Watch
 
 ATTENTION_IMPLEMENTATIONS = (None, "eager", "sdpa")  # that compute what native code does
 STATIC_ROTATIONS = ("default", "linear", "llama3", "yarn")  # whose frequencies do not depend on the length
+ROTATION_BLOCKS = 256  # of PAGE_TOKENS positions, whose cosines and sines are kept
 
 
 @dataclass(frozen=True)
@@ -48,28 +51,45 @@ class LayerNames:
 
 
 class _Rotations:
-    """Cosines and sines of the positions so far, as the family's rotary embedding gives them, half a head wide."""
+    """Cosines and sines of positions, half a head wide, float32, for the stretches of text that were looked at last."""
 
-    def __init__(self, rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
-        self._rotary = rotary
-        self._blocks: list[tuple[Tensor, Tensor]] = []
+    def __init__(self, tables: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
+        """`tables`: positions [1, tokens] -> cosines and sines [1, tokens, width of half a head or more]."""
+        self._tables = tables
+        self._blocks: dict[int, tuple[Tensor, Tensor]] = {}
 
     def half_width(self) -> int:
-        self.addresses(0)
-        return self._blocks[0][0].shape[1]
+        return self._block(0)[0].shape[1]
 
-    def addresses(self, position: int) -> tuple[int, int]:
-        block, row = divmod(position, PAGE_TOKENS)
-        while len(self._blocks) <= block:
-            start = len(self._blocks) * PAGE_TOKENS
+    def _block(self, block: int) -> tuple[Tensor, Tensor]:
+        found = self._blocks.get(block)
+        if found is None:
+            if len(self._blocks) >= ROTATION_BLOCKS:
+                del self._blocks[next(iter(self._blocks))]
+            start = block * PAGE_TOKENS
             positions = torch.arange(start, start + PAGE_TOKENS, device="cpu")[None]
             with torch.no_grad():
-                cos, sin = self._rotary(torch.zeros(1, dtype=torch.float32, device="cpu"), positions)
-            half = cos.shape[-1] // 2
-            self._blocks.append((cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()))
-        cos, sin = self._blocks[block]
+                cos, sin = self._tables(positions)
+            found = self._blocks[block] = (cos[0].float().contiguous(), sin[0].float().contiguous())
+        return found
+
+    def addresses(self, position: int) -> tuple[int, int]:
+        """Of the cosines and sines of `position`, until others are asked for."""
+        block, row = divmod(position, PAGE_TOKENS)
+        cos, sin = self._block(block)
         offset = row * cos.shape[1] * 4
         return cos.data_ptr() + offset, sin.data_ptr() + offset
+
+
+def _half(rotary: Callable[..., tuple[Tensor, Tensor]], *layer_type: str) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """What a family's rotary embedding gives, without the second half, which repeats the first."""
+
+    def tables(positions: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = rotary(torch.zeros(1, dtype=torch.float32, device="cpu"), positions, *layer_type)
+        half = cos.shape[-1] // 2
+        return cos[..., :half], sin[..., :half]
+
+    return tables
 
 
 class Engine:
@@ -105,16 +125,19 @@ class Engine:
         self._embed = model.get_input_embeddings()
         self._lock = native.Lock()
         self._watched = self._watch(layers, names)
-        self._rotation_array = array("q", [0] * 4)
+        self._rotation_array = array("q", [0] * 8)
+        self._ring_array = array("q", [0] * 3)
+        self._exact: tuple[Any, list[_Rotations]] | None = None  # for the rotations of the streaming cache seen last
         self._tables: PageTables | None = None
-        self._hooks_of_base = model.base_model._forward_pre_hooks
-        self._hooks = [
+        hooks = [
             hooks
             for module in model.modules()
             if module is not model  # which is called as ever
             for hooks in (module._forward_hooks, module._forward_pre_hooks)
-            if hooks is not self._hooks_of_base
         ]
+        ours = [of_module for of_module in hooks if of_module and not any(map(_observes, of_module.values()))]
+        self._our_hooks = [(of_module, len(of_module)) for of_module in ours]
+        self._hooks = [of_module for of_module in hooks if not any(of_module is known for known in ours)]
 
     # Building
 
@@ -134,11 +157,11 @@ class Engine:
             if kind not in STATIC_ROTATIONS:
                 raise NotUsual(f"rope_type {kind!r} depends on the length")
         if not by_layer:
-            return [(None, _Rotations(rotary))]
+            return [(None, _Rotations(_half(rotary)))]
         types = sorted(set(config.layer_types))
         if len(types) > 2:
             raise NotUsual(f"{len(types)} kinds of rotations")
-        return [(kind, _Rotations(lambda x, at, kind=kind: rotary(x, at, kind))) for kind in types]  # type: ignore[misc]
+        return [(kind, _Rotations(_half(rotary, kind))) for kind in types]
 
     def _layer(self, number: int, layer: Any, attention: HybridAttention, mlp: HybridMLP, names: LayerNames) -> Any:
         made = self._kernels.Layer()
@@ -238,9 +261,10 @@ class Engine:
             return True
         if any(mlp.probe or attention.probe for attention, mlp in self._blocks):
             return True
-        if not any(self._hooks) and len(self._hooks_of_base) == 1:  # ours
+        if not any(self._hooks) and all(len(hooks) == count for hooks, count in self._our_hooks):
             return False
-        return any(any(map(_observes, hooks.values())) for hooks in (*self._hooks, self._hooks_of_base))
+        every = (*self._hooks, *(hooks for hooks, _ in self._our_hooks))
+        return any(any(map(_observes, hooks.values())) for hooks in every)
 
     # Decoding
 
@@ -256,11 +280,18 @@ class Engine:
             if not all(isinstance(layer, PagedCacheLayer) for layer in cache.layers):
                 return None
             self._tables = PageTables(cache)
-        position = cache.get_seq_length()
-        if len(cache.layers) != len(self._blocks) or not self._tables.make_room(position, self._sizes):
+        if len(cache.layers) != len(self._blocks):
             return None
-        for i, (_, rotations) in enumerate(self._rotations):
-            self._rotation_array[2 * i], self._rotation_array[2 * i + 1] = rotations.addresses(position)
+        if isinstance(cache, StreamingCache):
+            if (place := self._place(cache)) is None:
+                return None
+            held, slot, state = place
+        else:
+            held = slot = state = cache.get_seq_length()
+            self._turn([rotations for _, rotations in self._rotations], held)
+            self._ring_array[1] = 0
+        if not self._tables.make_room(slot, state, self._sizes):
+            return None
         states = self._embed(token).to(torch.float32).contiguous()
         headless = self._vocabulary is None
         width = states.shape[-1] if self._vocabulary is None else self._vocabulary
@@ -272,20 +303,48 @@ class Engine:
             states.data_ptr(),
             out.data_ptr() if headless else 0,
             0 if headless else out.data_ptr(),
-            position,
+            held,
+            self._ring_array.buffer_info()[0],
             self._rotation_array.buffer_info()[0],
             self._tables.array.buffer_info()[0],
             rules,
             self._counts.data_ptr(),
             native.threads(),
         )
-        self._tables.advance()
+        self._tables.advance(slot, state)
         if not headless:
             return out
         logits = self._model.get_output_embeddings()(self._base.norm(out.to(self._model.dtype)))
         if cap := getattr(self._model.config, "final_logit_softcapping", None):
             logits = torch.tanh(logits / cap) * cap
         return logits.to(torch.float32)
+
+    def _turn(self, tables: list[_Rotations], position: int, slot: int | None = None) -> None:
+        """Tells native code the angles of a token at `position`, whose slot, which sinks go by, may be another."""
+        for i, rotations in enumerate(tables):
+            self._rotation_array[2 * i], self._rotation_array[2 * i + 1] = rotations.addresses(position)
+            of_slot = (0, 0) if slot is None else rotations.addresses(slot)
+            self._rotation_array[4 + 2 * i], self._rotation_array[5 + 2 * i] = of_slot
+
+    def _place(self, cache: StreamingCache) -> tuple[int, int, Any] | None:
+        """How many tokens `cache` holds, the slot of the next one, and its state; tells native code the ring and the
+        angles. None where it is not one row's.
+        """
+        state = cache.state
+        if state is None or len(state.rows) != 1:
+            return None
+        row, options = state.rows[0], cache.options
+        if self._exact is None or self._exact[0] is not cache.rotations:
+            kinds = [kind for kind, _ in self._rotations]
+            if not all(kind in cache.rotations for kind in kinds):
+                return None
+            pairs = [cache.rotations[kind].pairs for kind in kinds]
+            self._exact = cache.rotations, [_Rotations(of_kind) for of_kind in pairs]
+        # Addresses of a slot hold until those of a position are asked for only while both lie in blocks that are kept.
+        self._turn(self._exact[1], row.position, row.held if row.evicted else None)
+        ((slot, _),) = options.slots(row.first, row.held, row.held + 1)
+        self._ring_array[0], self._ring_array[1], self._ring_array[2] = options.n_keep, options.ring, row.first
+        return row.held, slot, state
 
 
 def _observes(hook: Callable[..., Any]) -> bool:

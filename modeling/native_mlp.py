@@ -159,7 +159,7 @@ class _Decoder:
             return self._count - 1
 
     def run(self, index: int, x: Tensor, out: Tensor, rules: bool, counters: Tensor) -> None:
-        addresses = x.data_ptr(), out.data_ptr(), 0, 0, 0, 0  # no logits, position, rotations or caches
+        addresses = x.data_ptr(), out.data_ptr(), 0, 0, 0, 0, 0  # no logits, tokens, ring, rotations or caches
         with self._lock:
             self._decoder.run(index, 1, False, *addresses, rules, counters.data_ptr(), native.threads())
 

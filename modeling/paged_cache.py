@@ -19,139 +19,9 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
-PAGE_TOKENS = 256
-CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float16: 3}  # what native code calls a page's dtype
+from .pages import CODES, Pages
+
 NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.int8)  # of pages that native code attends to
-
-_versions = itertools.count()
-
-
-def quantize_tokens(states: Tensor) -> tuple[Tensor, Tensor]:
-    """`states` [batch, heads, tokens, dim] -> int8 values of -127..127 of the same shape and float32 scales [batch,
-    heads, tokens]: absmax / 127, NaN where a vector holds NaN or infinity (its values are 0).
-    """
-    states = states.detach().to(torch.float32)
-    scales = states.abs().amax(dim=-1) / 127
-    scales = torch.where(scales.isfinite(), scales, torch.full_like(scales, torch.nan))
-    divisors = scales[..., None]
-    ratios = torch.where(divisors > 0, states / divisors, torch.zeros_like(states))
-    # A tiny scale has few bits: ratios may then be beyond 127.
-    return ratios.round().clamp(-127, 127).to(torch.int8), scales
-
-
-class _Pages:
-    """Keys or values: pages [batch, heads, PAGE_TOKENS, dim] and, where they are int8, scales [batch, heads,
-    PAGE_TOKENS]. Pages beyond `tokens` are room for what comes.
-    """
-
-    def __init__(
-        self,
-        sizes: tuple[int, int, int],
-        dtype: torch.dtype,
-        states_dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        """`sizes` are batch, heads and dim."""
-        self.sizes, self.dtype, self.states_dtype, self.device = sizes, dtype, states_dtype, device
-        self.tokens = 0
-        self.pages: list[Tensor] = []
-        self.scales: list[Tensor] = []
-        self._changed()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._changed()
-        # Copied or unpickled in inference mode, tensors could never be written outside it.
-        self.pages = [_ordinary(page) for page in self.pages]
-        self.scales = [_ordinary(scale) for scale in self.scales]
-
-    def _changed(self) -> None:
-        """Addresses are others now. A version is given out once, so that no two sets of pages share one."""
-        self.version = next(_versions)
-
-    def _new(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        # Zeros, for native code may read, and multiply by 0, what lies behind the last token. An ordinary tensor also
-        # in inference mode: `generate` runs in it, and a cache that it returns must stay writable.
-        with torch.inference_mode(False):
-            return torch.zeros(shape, dtype=dtype, device=self.device)
-
-    def _add_page(self) -> None:
-        batch, heads, dim = self.sizes
-        self.pages.append(self._new(batch, heads, PAGE_TOKENS, dim, dtype=self.dtype))
-        if self.dtype == torch.int8:
-            self.scales.append(self._new(batch, heads, PAGE_TOKENS, dtype=torch.float32))
-        self._changed()
-
-    @property
-    def capacity(self) -> int:
-        return len(self.pages) * PAGE_TOKENS
-
-    def reserve(self, tokens: int) -> None:
-        while self.capacity < self.tokens + tokens:
-            self._add_page()
-
-    def _used(self) -> list[tuple[int, int]]:
-        """(page, tokens in it) of the pages that hold tokens."""
-        return [(i // PAGE_TOKENS, min(PAGE_TOKENS, self.tokens - i)) for i in range(0, self.tokens, PAGE_TOKENS)]
-
-    def accepts(self, states: Tensor) -> bool:
-        batch, heads, _, dim = states.shape
-        return ((batch, heads, dim), states.dtype, states.device) == (self.sizes, self.states_dtype, self.device)
-
-    def write(self, states: Tensor) -> None:
-        """Appends `states` [batch, heads, new, dim]."""
-        self.reserve(states.shape[2])
-        scales = None
-        values = states.detach()  # the cache is no part of a graph: pages are written again and again
-        if self.dtype == torch.int8:
-            values, scales = quantize_tokens(states)
-        done = 0
-        while done < states.shape[2]:
-            page, start = divmod(self.tokens, PAGE_TOKENS)
-            count = min(PAGE_TOKENS - start, states.shape[2] - done)
-            self.pages[page][:, :, start : start + count] = values[:, :, done : done + count]
-            if scales is not None:
-                self.scales[page][:, :, start : start + count] = scales[:, :, done : done + count]
-            self.tokens += count
-            done += count
-
-    def whole(self) -> Tensor:
-        """[batch, heads, tokens, dim] in the states' dtype; always a copy, for pages are written again."""
-        batch, heads, dim = self.sizes
-        device = self.pages[0].device if self.pages else self.device
-        out = torch.empty(batch, heads, self.tokens, dim, dtype=self.states_dtype, device=device)
-        for page, count in self._used():
-            start = page * PAGE_TOKENS
-            part, values = out[:, :, start : start + count], self.pages[page][:, :, :count]
-            if self.dtype == torch.int8:
-                torch.mul(values, self.scales[page][:, :, :count, None], out=part)
-            else:
-                part.copy_(values)
-        return out
-
-    def crop(self, tokens_to_remove: int) -> None:
-        self.tokens = max(0, self.tokens - tokens_to_remove)  # pages stay, as room
-
-    def select(self, rows: Callable[[Tensor], Tensor]) -> None:
-        """`rows` gives the batch that comes out of a tensor's dimension 0."""
-        for tensors in (self.pages, self.scales):
-            for page, count in self._used() if tensors else []:
-                chosen = rows(tensors[page][:, :, :count])
-                if chosen.shape[0] != self.sizes[0]:
-                    tensors[page] = self._new(chosen.shape[0], *tensors[page].shape[1:], dtype=chosen.dtype)
-                tensors[page][:, :, :count] = chosen  # where the batch keeps its size, addresses stay
-        used = self._used()
-        if used and self.pages[0].shape[0] != self.sizes[0]:
-            self.sizes = (self.pages[0].shape[0], *self.sizes[1:])
-            del self.pages[len(used) :], self.scales[len(used) :]  # room for a batch of the old size
-            self._changed()
-
-    def move(self, device: torch.device) -> None:
-        if any(page.device != device for page in self.pages):
-            with torch.inference_mode(False):
-                self.pages = [page.to(device) for page in self.pages]
-                self.scales = [scale.to(device) for scale in self.scales]
-            self._changed()
 
 
 class PagedCacheLayer(CacheLayerMixin):
@@ -172,8 +42,8 @@ class PagedCacheLayer(CacheLayerMixin):
             known = ", ".join(map(str, CODES))
             raise ValueError(f"dtype: {dtype!r} is none of {known}, None")
         self.dtype = dtype
-        self._keys: _Pages | None = None
-        self._values: _Pages | None = None
+        self._keys: Pages | None = None
+        self._values: Pages | None = None
         self._table: tuple[tuple[int, int], Tensor] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -195,8 +65,8 @@ class PagedCacheLayer(CacheLayerMixin):
         """Makes the layer an empty one for states of these sizes; what it holds is dropped."""
         device = torch.device(device)
         dtype = self.dtype or states_dtype
-        self._keys = _Pages((batch, kv_heads, key_dim), dtype, states_dtype, device)
-        self._values = _Pages((batch, kv_heads, value_dim), dtype, states_dtype, device)
+        self._keys = Pages((batch, kv_heads, key_dim), dtype, states_dtype, device)
+        self._values = Pages((batch, kv_heads, value_dim), dtype, states_dtype, device)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Sizes, dtypes and device of `key_states`, `value_states` [batch, kv_heads, any, head_dim]; stores nothing."""
@@ -205,13 +75,13 @@ class PagedCacheLayer(CacheLayerMixin):
             self._pages_for("value_states", value_states),
         )
 
-    def _pages_for(self, name: str, states: Tensor) -> _Pages:
+    def _pages_for(self, name: str, states: Tensor) -> Pages:
         if states.dim() != 4:
             raise ValueError(f"{name}: shape {list(states.shape)} is not [batch, kv_heads, tokens, head_dim]")
         batch, heads, _, dim = states.shape
-        return _Pages((batch, heads, dim), self.dtype or states.dtype, states.dtype, states.device)
+        return Pages((batch, heads, dim), self.dtype or states.dtype, states.dtype, states.device)
 
-    def _fitting(self, name: str, pages: _Pages | None, states: Tensor) -> _Pages:
+    def _fitting(self, name: str, pages: Pages | None, states: Tensor) -> Pages:
         """`pages`, or others where they are empty and made for other states."""
         made = self._pages_for(name, states)
         if pages is not None and pages.accepts(states):
@@ -245,7 +115,7 @@ class PagedCacheLayer(CacheLayerMixin):
     def values(self, states: Tensor | None) -> None:
         self._values = self._refilled("values", self._values, states)
 
-    def _refilled(self, name: str, pages: _Pages | None, states: Tensor | None) -> _Pages | None:
+    def _refilled(self, name: str, pages: Pages | None, states: Tensor | None) -> Pages | None:
         if states is None:
             return None
         made = self._pages_for(name, states)
@@ -287,7 +157,7 @@ class PagedCacheLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
-    def _sides(self) -> list[_Pages]:
+    def _sides(self) -> list[Pages]:
         return [pages for pages in (self._keys, self._values) if pages is not None]
 
     def reset(self) -> None:
@@ -324,7 +194,7 @@ class PagedCacheLayer(CacheLayerMixin):
         for pages in self._sides():
             pages.move(pages.device)
 
-    def _both(self, caller: str) -> tuple[_Pages, _Pages]:
+    def _both(self, caller: str) -> tuple[Pages, Pages]:
         if self._keys is None or self._values is None:
             raise ValueError(f"{caller}: the layer is not initialized")
         keys, values = self._keys, self._values
@@ -368,6 +238,15 @@ class PagedCacheLayer(CacheLayerMixin):
         for pages in sides:
             pages.tokens += int(count)
 
+    def is_at(self, state: Any) -> bool:
+        """Whether `state`, a number of tokens, is what the layer holds."""
+        return self._keys is not None and self._values is not None and self._keys.tokens == state == self._values.tokens
+
+    def wrote_one(self, slot: int, state: Any) -> None:
+        """Native code has written a token to `slot`, where `state` was what the layer held."""
+        for pages in self._sides():
+            pages.tokens = max(pages.tokens, slot + 1)
+
     def table(self) -> Tensor:
         """int64 [pages, 4]: addresses of keys, values, scales of keys and scales of values (0 where there are none) of
         every page, the empty ones that `reserve` added too. The same tensor until pages change.
@@ -407,14 +286,6 @@ class PagedCacheLayer(CacheLayerMixin):
                 made.lazy_initialization(keys, values)
                 made.keys, made.values = keys, values
         return made
-
-
-def _ordinary(tensor: Tensor) -> Tensor:
-    """`tensor`, copied if it was made in inference mode."""
-    if not tensor.is_inference():
-        return tensor
-    with torch.inference_mode(False):
-        return tensor.clone()
 
 
 def _why_not(layer: Any) -> str | None:
@@ -469,16 +340,16 @@ class PageTables:
     def belongs_to(self, cache: Cache) -> bool:
         return len(cache.layers) == len(self.layers) and all(map(operator.is_, cache.layers, self.layers))
 
-    def make_room(self, tokens: int, sizes: Sequence[tuple[int, int, int]]) -> bool:
-        """Whether every layer holds `tokens` tokens of `sizes` (batch, kv_heads, head_dim) in pages that native code
-        reads; makes room for one more in each.
+    def make_room(self, slot: int, state: Any, sizes: Sequence[tuple[int, int, int]]) -> bool:
+        """Whether every layer holds `state` (see `is_at`) of `sizes` (batch, kv_heads, head_dim) in pages that native
+        code reads; makes room for one more token, at `slot`, in each.
         """
         for i, layer in enumerate(self.layers):
-            keys, values = layer._keys, layer._values
-            if keys is None or values is None or keys.tokens != tokens or values.tokens != tokens:
+            if not layer.is_at(state):
                 return False
+            keys, values = layer._keys, layer._values
             known = self._known[i]
-            if known is None or known[0] != keys.version or known[1] != values.version or known[2] <= tokens:
+            if known is None or known[0] != keys.version or known[1] != values.version or known[2] <= slot:
                 if keys.sizes != sizes[i] or values.sizes != sizes[i] or keys.dtype not in NATIVE_DTYPES:
                     return False
                 layer.reserve(1)
@@ -487,8 +358,7 @@ class PageTables:
                 self.array[2 * i], self.array[2 * i + 1] = table.data_ptr(), layer.code
         return True
 
-    def advance(self) -> None:
-        """Counts the token that native code has written to every layer."""
+    def advance(self, slot: int, state: Any) -> None:
+        """Counts the token that native code has written to `slot` of every layer."""
         for layer in self.layers:
-            layer._keys.tokens += 1
-            layer._values.tokens += 1
+            layer.wrote_one(slot, state)

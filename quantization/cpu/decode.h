@@ -11,16 +11,51 @@ namespace {
 
 constexpr int64_t part_tokens = 64;  // of a page that a thread attends to at a time
 
+// Places [first, last) of a cache that a token attends to, in parts of part_tokens.
+struct Span {
+    int64_t first, last;
+
+    int64_t first_part() const { return first / part_tokens; }
+    int64_t parts() const { return last > first ? (last - 1) / part_tokens - first_part() + 1 : 0; }
+};
+
+// What a token attends to that sees the last `window` (0: all) of the tokens of a cache, itself included: sinks, and the
+// ring in two pieces. Without a ring all is in the second span.
+struct Spans {
+    Span of[3];
+    int64_t newest;  // where the token itself goes
+
+    Spans(const Ring& ring, int64_t held, int64_t window) : of{} {
+        const int64_t start = window ? larger(0, held + 1 - window) : 0, stop = held + 1;
+        newest = held;
+        if (!ring.size) {
+            of[1] = {start, stop};
+            return;
+        }
+        of[0] = {start, smaller(ring.keep, stop)};
+        if (stop <= ring.keep) return;
+        const int64_t skipped = larger(start - ring.keep, 0), count = stop - ring.keep - skipped;
+        const int64_t first = (ring.first + skipped) % ring.size;
+        of[1] = {ring.keep + first, ring.keep + smaller(first + count, ring.size)};
+        of[2] = {ring.keep, ring.keep + larger(first + count - ring.size, 0)};
+        newest = ring.keep + (first + count - 1) % ring.size;
+    }
+    int64_t parts() const { return of[0].parts() + of[1].parts() + of[2].parts(); }
+};
+
 struct LayerWorker : Worker {
     using Worker::Worker;
 
-    void norm_and_rotate(const Attention& a, const float* weight, int64_t heads, float* states) const {
-        if (weight && a.norms_all_heads) rms_norm(states, weight, a.norm_epsilon, heads * a.head_dim, states);
+    void norm(const Attention& a, const float* weight, int64_t heads, float* states) const {
+        if (!weight) return;
+        if (a.norms_all_heads) return rms_norm(states, weight, a.norm_epsilon, heads * a.head_dim, states);
         for (int64_t head = 0; head < heads; head++) {
             float* of_head = states + head * a.head_dim;
-            if (weight && !a.norms_all_heads) rms_norm(of_head, weight, a.norm_epsilon, a.head_dim, of_head);
-            if (a.rotation >= 0) rotate(of_head, step.cos[a.rotation], step.sin[a.rotation], a.rotary_dim);
+            rms_norm(of_head, weight, a.norm_epsilon, a.head_dim, of_head);
         }
+    }
+    static void rotate_heads(const Attention& a, const float* cos, const float* sin, int64_t heads, float* states) {
+        for (int64_t head = 0; head < heads; head++) rotate(states + head * a.head_dim, cos, sin, a.rotary_dim);
     }
 
     void attention(const Attention& a, const CacheTable& cache, const float* from, int64_t* computed) const {
@@ -65,31 +100,45 @@ struct LayerWorker : Worker {
         for (int64_t head = 0; some_heads && head < a.heads; head++)
             if (!counts[head]) std::memset(q + head * a.head_dim, 0, static_cast<size_t>(a.head_dim) * sizeof(float));
         std::memcpy(k, shared.k, static_cast<size_t>(kv_rows) * sizeof(float));
-        norm_and_rotate(a, a.q_norm, a.heads, q);
-        norm_and_rotate(a, a.k_norm, a.kv_heads, k);
-        const int64_t start = a.window ? larger(0, step.position + 1 - a.window) : 0, stop = step.position + 1;
-        const int64_t first_part = start / part_tokens, parts = step.position / part_tokens - first_part + 1;
-        const int64_t units = a.kv_heads * parts, queries = a.heads / a.kv_heads;
+        norm(a, a.q_norm, a.heads, q);
+        norm(a, a.k_norm, a.kv_heads, k);
+        const Spans spans(step.ring, step.held, a.window);
+        const float* of_sinks = q;  // the query that sinks see: keys turned by less than the text is long
+        if (a.rotation >= 0) {
+            if (step.sink_cos[a.rotation] && spans.of[0].parts()) {
+                std::memcpy(sink_q, q, static_cast<size_t>(q_rows) * sizeof(float));
+                rotate_heads(a, step.sink_cos[a.rotation], step.sink_sin[a.rotation], a.heads, sink_q);
+                of_sinks = sink_q;
+            }
+            rotate_heads(a, step.cos[a.rotation], step.sin[a.rotation], a.heads, q);
+            rotate_heads(a, step.cos[a.rotation], step.sin[a.rotation], a.kv_heads, k);
+        }
+        const int64_t parts = spans.parts(), units = a.kv_heads * parts, queries = a.heads / a.kv_heads;
         float* outs = shared.outs + thread * sizes.attended;
         Partial* partials = shared.partials + thread * sizes.heads;
         for (int64_t unit = first_of(units); unit < last_of(units); unit++) {
-            const int64_t head = unit / parts, part_start = (first_part + unit % parts) * part_tokens;
-            const int64_t query = head * queries, page = part_start / page_tokens;
+            const int64_t head = unit / parts, query = head * queries;
+            const Span* span = spans.of;
+            int64_t part = unit % parts;
+            for (; part >= span->parts(); span++) part -= span->parts();
+            const int64_t part_start = (span->first_part() + part) * part_tokens, page = part_start / page_tokens;
+            const int64_t from_place = larger(span->first, part_start);
+            const int64_t to_place = smaller(span->last, part_start + part_tokens);
             if (unit == first_of(units) || unit % parts == 0) {
                 for (int64_t i = query; i < query + queries; i++) partials[i] = {-INFINITY, 0.0f};
                 std::memset(outs + query * a.head_dim, 0, static_cast<size_t>(queries * a.head_dim) * sizeof(float));
             }
             const int64_t* of_page = cache.pages + 4 * page;
-            if (part_start == step.position / part_tokens * part_tokens) {
-                const int64_t at = head * page_tokens + step.position % page_tokens;
+            if (from_place <= spans.newest && spans.newest < to_place) {
+                const int64_t at = head * page_tokens + spans.newest % page_tokens;
                 write_cache(cache.code, of_page[0], of_page[2], at, k + head * a.head_dim, a.head_dim);
                 write_cache(cache.code, of_page[1], of_page[3], at, shared.v + head * a.head_dim, a.head_dim);
             }
-            const int64_t begin = larger(start, part_start) - page * page_tokens;
-            const int64_t end = smaller(stop, part_start + part_tokens) - page * page_tokens;
+            const int64_t begin = from_place - page * page_tokens, end = to_place - page * page_tokens;
+            const float* asked = span == spans.of ? of_sinks : q;
             const auto attend = [&](auto which, int64_t from_head, int64_t to_head) {
                 const int64_t at = from_head * a.head_dim;
-                attend_page<decltype(which)>(a, of_page, head, begin, end, q + at, to_head - from_head, scores,
+                attend_page<decltype(which)>(a, of_page, head, begin, end, asked + at, to_head - from_head, scores,
                                              partials + from_head, outs + at);
             };
             for (int64_t i = query, next; i < query + queries; i = next) {

@@ -24,7 +24,7 @@ struct Worker {
     const Shared& shared;
     int64_t thread, team;
     float *x, *normed, *part;  // [width]
-    float *q, *k;              // [qkv]
+    float *q, *k, *sink_q;     // [qkv]
     float* scores;             // [queries, page_tokens]
     float* values;             // [2 * list]
     int64_t* list;             // [list]
@@ -38,8 +38,9 @@ struct Worker {
         x = carver->take<float>(sizes.width);
         normed = carver->take<float>(sizes.width);
         part = carver->take<float>(sizes.width);
-        q = carver->take<float>(2 * sizes.qkv);
+        q = carver->take<float>(3 * sizes.qkv);
         k = q + sizes.qkv;
+        sink_q = k + sizes.qkv;
         scores = carver->take<float>(sizes.queries * page_tokens);
         values = carver->take<float>(2 * sizes.list);
         list = carver->take<int64_t>(sizes.list);

@@ -110,6 +110,12 @@ struct CacheTable {
 
 constexpr int64_t page_tokens = 256;
 
+// Where the tokens of a cache lie that forgets (modeling/streaming.py): the first `keep` in their order, the oldest of
+// the others `first` places behind them, the rest behind that one in a ring. No `size`: all in their order.
+struct Ring {
+    int64_t keep, size, first;
+};
+
 // One token through layers, or through parts of one.
 struct Step {
     const Layer* const* layers;
@@ -120,9 +126,12 @@ struct Step {
     float* output;            // [hidden]; null where there is a head
     float* logits;            // [rows of the head]
     int64_t hidden;
-    int64_t position;         // tokens in the cache before this one
-    const float* cos[2];      // [rotary_dim / 2 or more] of this position
+    int64_t held;             // tokens in the cache before this one
+    Ring ring;
+    const float* cos[2];      // [rotary_dim / 2 or more] of this token's position
     const float* sin[2];
+    const float* sink_cos[2];  // of its slot, for sinks whose keys lie at slots, not at positions; null: they are at both
+    const float* sink_sin[2];
     const CacheTable* caches;  // one per layer
     bool rules;
     // [layers, 6, 2]: where rules apply, entries kept and offered are added: of the MLP's input, gates and hidden, of the

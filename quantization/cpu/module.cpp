@@ -182,10 +182,13 @@ class Decoder {
     }
     void set_head(const Head& head) { head_ = head; }
 
-    // Layers [first, first + count), then the head where `logits` is given. `caches`: int64 [count, 2], the address of
-    // each layer's table of pages and its code. The caller sees to it that one runs at a time.
+    // Layers [first, first + count), then the head where `logits` is given. `rotations`: int64 [4, 2], addresses of
+    // cosines and sines: of the position in each table, then of the slot, or 0. `caches`: int64 [count, 2], the address
+    // of each layer's table of pages and its code; `ring`: int64 [3], see Ring. The caller sees to it that one runs at a
+    // time.
     void run(int64_t first, int64_t count, bool whole_layers, uintptr_t input, uintptr_t output, uintptr_t logits,
-             int64_t position, uintptr_t rotations, uintptr_t caches, bool rules, uintptr_t computed, int threads) {
+             int64_t held, uintptr_t ring, uintptr_t rotations, uintptr_t caches, bool rules, uintptr_t computed,
+             int threads) {
         tables_.resize(static_cast<size_t>(count));
         const int64_t* of_layers = pointer<const int64_t>(caches);
         for (int64_t i = 0; of_layers && i < count; i++) {
@@ -201,11 +204,15 @@ class Decoder {
         step.output = pointer<float>(output);
         step.logits = pointer<float>(logits);
         step.hidden = hidden_;
-        step.position = position;
-        const int64_t* of_rotations = pointer<const int64_t>(rotations);  // [2, 2]: cosines and sines of each table
+        step.held = held;
+        if (const int64_t* places = pointer<const int64_t>(ring)) step.ring = {places[0], places[1], places[2]};
+        const int64_t* of_rotations = pointer<const int64_t>(rotations);
+        const auto table = [&](int i) { return pointer<const float>(static_cast<uintptr_t>(of_rotations[i])); };
         for (int i = 0; of_rotations && i < 2; i++) {
-            step.cos[i] = pointer<const float>(static_cast<uintptr_t>(of_rotations[2 * i]));
-            step.sin[i] = pointer<const float>(static_cast<uintptr_t>(of_rotations[2 * i + 1]));
+            step.cos[i] = table(2 * i);
+            step.sin[i] = table(2 * i + 1);
+            step.sink_cos[i] = table(4 + 2 * i);
+            step.sink_sin[i] = table(5 + 2 * i);
         }
         step.caches = tables_.data();
         step.rules = rules;

@@ -19,7 +19,8 @@ from transformers.cache_utils import (
 )
 
 from hf_sparse.modeling import TieredCacheLayer
-from hf_sparse.modeling.paged_cache import PAGE_TOKENS, PagedCacheLayer, quantize_tokens, use_pages
+from hf_sparse.modeling.paged_cache import PagedCacheLayer, use_pages
+from hf_sparse.modeling.pages import PAGE_TOKENS, quantize_tokens
 
 HEADS, KEY_DIM, VALUE_DIM = 2, 5, 3
 

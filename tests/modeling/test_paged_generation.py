@@ -4,7 +4,8 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache
 
-from hf_sparse.modeling.paged_cache import PAGE_TOKENS, PagedCacheLayer, use_pages
+from hf_sparse.modeling.paged_cache import PagedCacheLayer, use_pages
+from hf_sparse.modeling.pages import PAGE_TOKENS
 from tiny_models import prompt_ids, save_checkpoint
 
 GREEDY = {"max_new_tokens": 24, "min_new_tokens": 24, "do_sample": False}

@@ -88,9 +88,10 @@ class Thresholds:
 
 
 class Attention:
-    def __init__(self, case: Case, hidden: int, form: tuple[str | None, int], position: int) -> None:
+    def __init__(self, case: Case, hidden: int, form: tuple[str | None, int], places: list[int], keep: int) -> None:
+        """`places`: where the tokens of the cache lie, `keep` sinks first, the new one last."""
         rng = case.random
-        self.case, self.position = case, position
+        self.case, self.places, self.keep = case, places, keep
         self.kv_heads, self.queries, self.head_dim = rng.randint(1, 3), rng.randint(1, 4), case.size(70)
         heads, dim = self.kv_heads * self.queries, self.head_dim
         widths = (heads * dim, self.kv_heads * dim, self.kv_heads * dim)
@@ -135,7 +136,7 @@ class Attention:
     def _make_cache(self) -> None:
         case = self.case
         self.dtype = case.random.choice((torch.float32, torch.bfloat16, torch.int8))
-        pages, shape = self.position // PAGE_TOKENS + 1, (self.kv_heads, PAGE_TOKENS, self.head_dim)
+        pages, shape = max(self.places) // PAGE_TOKENS + 1, (self.kv_heads, PAGE_TOKENS, self.head_dim)
         self.pages: list[list[Tensor]] = [[], [], [], []]  # keys, values, their scales
         for _ in range(pages):
             for side in (0, 1):
@@ -170,9 +171,10 @@ class Attention:
             unsure = self.case.compute != "fp32" or bool((predicted.abs() < MARGIN).any())
         q, k, v = (part(torch.where(seen, x, 0.0) if i == 0 else x) for i, part in enumerate(self.qkv))
         q = torch.where(heads.repeat_interleave(self.head_dim), q, 0.0)  # which a norm over all heads sees
+        sink_q = self._turned(q, self.norms[0], rotations[2:])
         q, k = (self._turned(states, norm, rotations) for states, norm in zip((q, k), self.norms, strict=True))
-        at, stop = self.position, self.position + 1
-        held = [self._held(side, self.pages)[:, :stop] for side in (0, 1)]
+        at, stop = self.places[-1], len(self.places)
+        held = [self._held(side, self.pages) for side in (0, 1)]
         for states, new in ((held[0], k), (held[1], v.view(self.kv_heads, -1))):
             peak = new.abs().amax(-1, keepdim=True)
             step = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.int8: 1 / 127}[self.dtype]
@@ -185,12 +187,16 @@ class Attention:
                 if not torch.equal(page[:, rest], before[:, rest]):
                     raise AssertionError("another token of the cache was changed")
         start = max(0, stop - self.window) if self.window else 0
-        scores = (
-            torch.einsum("kqd,ktd->kqt", q.view(self.kv_heads, self.queries, -1), held[0][:, start:]) * self.scaling
+        keys, values = (states[:, self.places[start:]] for states in held)
+        scores, of_sinks = (
+            torch.einsum("kqd,ktd->kqt", asked.view(self.kv_heads, self.queries, -1), keys) * self.scaling
+            for asked in (q, sink_q)
         )
+        sinks = max(0, self.keep - start)
+        scores = torch.cat((of_sinks[..., :sinks], scores[..., sinks:]), dim=-1)
         if self.softcap:
             scores = torch.tanh(scores / self.softcap) * self.softcap
-        attended = torch.einsum("kqt,ktd->kqd", scores.softmax(-1), held[1][:, start:]).flatten()
+        attended = torch.einsum("kqt,ktd->kqd", scores.softmax(-1), values).flatten()
         if not rules:
             return self.out.sum_of_rows(attended), [(0, 0)] * 3
         kept = self.attended.keeps(attended) & heads.repeat_interleave(self.head_dim)
@@ -273,11 +279,23 @@ def check_counts(counted: list[list[int]], expected: list[tuple[int, int]], off:
             raise AssertionError(f"counted {counted}, not {expected}, or {off} off; {text}")
 
 
+def places_of(case: Case, held: int) -> tuple[list[int], list[int]]:
+    """A ring (sinks, size, place of the oldest of the others), and where in it `held` tokens and the next one lie."""
+    if case.random.random() < 0.4:
+        return [0, 0, 0], list(range(held + 1))
+    keep = case.random.randint(0, 6)
+    size = max(1, held + 1 - keep) + case.random.choice((0, 0, 1, case.random.randint(0, 300)))
+    first = case.random.randrange(size)
+    places = [i if i < keep else keep + (first + i - keep) % size for i in range(held + 1)]
+    return [keep, size, first], places
+
+
 def decode(case: Case) -> str:
     """Layers and a head, or parts of one layer."""
     rng, hidden, form = case.random, case.size(150), case.format()
     part = rng.choice(("layers", "layers", "layers and head", "layers and head", "attention", "mlp"))
-    position = rng.choice((0, rng.randint(1, 70), rng.randint(1, 600), 63, 64, 255, 256))
+    held = rng.choice((0, rng.randint(1, 70), rng.randint(1, 600), 63, 64, 255, 256))
+    ring, places = places_of(case, held)
     count = rng.randint(1, 3) if part.startswith("layers") else 1
     decoder = case.kernels.Decoder(case.level, hidden)
     layers: list[tuple[list[Tensor | None], Attention | None, Mlp | None]] = []
@@ -285,7 +303,7 @@ def decode(case: Case) -> str:
         made = case.kernels.Layer()
         norms = [case.place(1 + case.normal(hidden)) if rng.random() < 0.7 else None for _ in range(4)]
         made.set_norms(*(0 if norm is None else norm.data_ptr() for norm in norms), 0.01)
-        attention = None if part == "mlp" else Attention(case, hidden, form, position)
+        attention = None if part == "mlp" else Attention(case, hidden, form, places, ring[0])
         mlp = None if part == "attention" else Mlp(case, hidden, form)
         if attention is not None:
             made.attention = attention.made
@@ -305,11 +323,14 @@ def decode(case: Case) -> str:
         )
 
     x, rules, threads = case.place(case.normal(hidden)), rng.random() < 0.8, rng.choice((1, 2, 3, 4, 7))
-    rotations = []
-    for _ in range(2):
+    rotations: list[tuple[Tensor, Tensor]] = []
+    for _ in range(4):
         angles = case.normal(max(attention.rotary // 2 if attention else 0 for _, attention, _ in layers))
         rotations.append((case.place(angles.cos()), case.place(angles.sin())))
-    rotation_table = case.place(torch.tensor([[cos.data_ptr(), sin.data_ptr()] for cos, sin in rotations]))
+    addresses = [[cos.data_ptr(), sin.data_ptr()] for cos, sin in rotations]
+    if rng.random() < 0.5:  # sinks lie where the position is
+        rotations[2:], addresses[2:] = rotations[:2], [[0, 0]] * 2
+    rotation_table = case.place(torch.tensor(addresses))
     tables = case.place(torch.tensor([[a.table.data_ptr(), a.code] if a else [0, 0] for _, a, _ in layers]))
     computed = case.place(torch.zeros(count, 6, 2, dtype=torch.int64)) if rng.random() < 0.7 else None
     out = case.buffer(hidden if head is None else head.matrix.rows)
@@ -320,7 +341,8 @@ def decode(case: Case) -> str:
         x.data_ptr(),
         out.data_ptr() if head is None else 0,
         0 if head is None else out.data_ptr(),
-        position,
+        held,
+        case.place(torch.tensor(ring)).data_ptr(),
         rotation_table.data_ptr(),
         tables.data_ptr(),
         rules,
@@ -328,7 +350,7 @@ def decode(case: Case) -> str:
         threads,
     )
 
-    text = f"{part} x {count}, hidden {hidden}, {form}, {case.compute}, position {position}, {threads} threads"
+    text = f"{part} x {count}, hidden {hidden}, {form}, {case.compute}, {held} tokens, ring {ring}, {threads} threads"
     if not bool(out.isfinite().all()):
         raise AssertionError(f"not finite; {text}")
     states = x.double()

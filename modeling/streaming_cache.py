@@ -1,0 +1,306 @@
+"""StreamingCache: the cache of a whole model. See streaming.py for how it keeps what it keeps."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from .rotation import Rotation, rotations_of, turns_exactly
+from .streaming import Held, Row, StreamingLayer, StreamingOptions
+
+ROTARY = (
+    *("llama", "mistral", "smollm3", "olmo2", "qwen2", "qwen3", "gemma2", "gemma3_text", "gemma3", "phi3", "nemotron"),
+    *("gpt_neox", "phi", "cohere", "glm", "glm4"),
+)
+ALIBI = ("bloom", "mpt")  # and falcon, if its config says so
+LEARNED = ("opt", "gpt2")
+GROWING = ("dynamic", "longrope")  # frequencies that change with the length
+FORMAT = "hf_sparse.streaming_cache.1"
+
+
+class StreamingCache(Cache):
+    """A transformers Cache for texts without an end; see StreamingOptions for what it holds and StreamingLLM (Xiao et
+    al. 2024, section 3) for why.
+
+    `model.generate(..., ctx_size=...)` of hf_sparse makes one by itself. A plain transformers model with rotary
+    positions takes one as `past_key_values`, in `generate` or in a loop of one's own: positions go on as if nothing had
+    been evicted. Its angles are then transformers' own, in float32: some thousandths of a radian off after 50,000
+    tokens. `turn_exactly(model)` mends that. Rows with padding need hf_sparse's `generate`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        ctx_size: int,
+        n_keep: int = 4,
+        n_discard: int = -1,
+        dtype: torch.dtype | None = None,
+        reevaluates: bool = False,
+    ) -> None:
+        """For `model`, of which nothing is kept. `dtype`: of what is cached, as in PagedCacheLayer. `reevaluates`: the
+        caller sees to learned positions, see `stale`.
+
+        Raises ValueError for options that do not go together, a `ctx_size` beyond the model's positions and a model
+        whose positions are not known to stream.
+        """
+        self.options = StreamingOptions(ctx_size, n_keep, n_discard)
+        config = model.config.get_text_config(decoder=True)
+        self.positions_are = positions_of(config)
+        positions = max_positions(config)
+        if positions is not None and ctx_size > positions:
+            raise ValueError(f"{self.options}: expected a ctx_size of at most the model's {positions} positions")
+        if self.positions_are == "learned" and not reevaluates:
+            raise ValueError(
+                f"model: {config.model_type} has learned positions, which its keys cannot be rid of; hf_sparse's "
+                "generate(ctx_size=...) streams it, by computing the kept tokens anew"
+            )
+        count = config.num_hidden_layers
+        self.rotations: dict[str | None, Rotation] = {}
+        of_layers: list[Rotation | None] = [None] * count
+        if self.positions_are == "rotary":
+            attention = _attention_modules(model, count)
+            self.rotations = rotations_of(model, ctx_size, attention[0])
+            _check_frequencies(model, config)
+            for i, module in enumerate(attention):
+                if _turns(module):
+                    of_layers[i] = self.rotations[None if None in self.rotations else config.layer_types[i]]
+        by_position, learned = self.positions_are == "rotary", self.positions_are == "learned"
+        self.reevaluated_tokens = 0
+        super().__init__(
+            [StreamingLayer(self.options, rotation, by_position, dtype, learned) for rotation in of_layers]
+        )
+
+    def _parts(self) -> list[StreamingLayer]:
+        return [part for layer in self.layers for part in getattr(layer, "parts", [layer])]
+
+    @property
+    def state(self) -> Held | None:
+        """What all layers hold; None before the first token."""
+        return self._parts()[0].held
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Tokens that the cache holds, by row."""
+        return () if self.state is None else tuple(row.held for row in self.state.rows)
+
+    @property
+    def evicted(self) -> tuple[int, ...]:
+        """Tokens that have gone, by row. None of those that stayed was computed again, but where positions are learned
+        (`reevaluated_tokens`)."""
+        return () if self.state is None else tuple(row.evicted for row in self.state.rows)
+
+    @property
+    def columns(self) -> int:
+        """Of the text so far, padding included."""
+        return 0 if self.state is None else self.state.columns
+
+    @property
+    def room(self) -> int:
+        """Tokens that every row can take in one piece before some are evicted."""
+        return self.options.ctx_size - max(self.held, default=0)
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        held = self._parts()[layer_idx].held if layer_idx < len(self.layers) else None
+        return 0 if held is None else held.longest
+
+    # What a caller sees to who knows of padding and of prompts
+
+    @contextlib.contextmanager
+    def reads_a_prompt(self) -> Iterator[None]:
+        """While this is on, more may be evicted at once than was asked for, so that what follows fits."""
+        self.prompting = True
+        try:
+            yield
+        finally:
+            self.expect((), False)
+
+    @property
+    def prompting(self) -> bool:
+        return self._parts()[0].prompting
+
+    @prompting.setter
+    def prompting(self, value: bool) -> None:
+        for part in self._parts():
+            part.prompting = value
+
+    def expect(self, pads: Sequence[int], prompting: bool) -> None:
+        """The next pass has `pads` columns of padding, by row, before the tokens; `prompting`: see `reads_a_prompt`."""
+        for part in self._parts():
+            part.pads, part.prompting = tuple(pads), prompting
+
+    def positions(self, columns: int, batch: int) -> Tensor:
+        """int64 [batch, columns]: of the tokens that come next, after what `expect` was told; 0 for padding."""
+        part = self._parts()[0]
+        rows = (Row(),) * batch if part.held is None else part.held.rows
+        pads = part.pads or (0,) * batch
+        starts = torch.tensor([row.position - padding for row, padding in zip(rows, pads, strict=True)])
+        return (starts[:, None] + torch.arange(columns)).clamp_min(0)
+
+    def mask(self, columns: int, batch: int) -> Tensor | None:
+        """bool [batch, held + columns], as an attention mask: false where rows are shorter than the longest. None where
+        none is.
+        """
+        part = self._parts()[0]
+        held = part.held or Held((Row(),) * batch)
+        pads = part.pads or (0,) * batch
+        if held.uniform and not any(pads):
+            return None
+        total = held.longest + columns
+        seen = torch.tensor([row.held + columns - padding for row, padding in zip(held.rows, pads, strict=True)])
+        return torch.arange(total) >= total - seen[:, None]
+
+    @property
+    def stale(self) -> bool:
+        """Whether positions are learned, and the tokens that stay have to be computed at their new ones."""
+        return self._parts()[0].stale
+
+    def reevaluated(self, past: Tensor, new: Tensor, mask: Tensor | None) -> Tensor:
+        """Forgets all and returns the ids to go on with: of the text `past` [batch, columns], with `mask` [batch,
+        columns or more], those that the cache holds, then `new`; padded on the left, as `expect` has been told.
+        """
+        state = self.state
+        assert state is not None
+        columns, keep, kept = past.shape[1], self.options.n_keep, []
+        for i, row in enumerate(state.rows):
+            pads = 0 if mask is None else columns - int(mask[i, :columns].sum())
+            real = past[i, pads:]
+            kept.append(torch.cat((real[:keep][: row.held], real[keep + row.evicted : row.position])))
+        padded = past.new_zeros(len(past), state.longest)
+        for i, ids in enumerate(kept):
+            padded[i, state.longest - len(ids) :] = ids
+        self.reevaluated_tokens += sum(map(len, kept))
+        for part in self._parts():
+            part.restart()
+        self.expect([state.longest - len(ids) for ids in kept], self.prompting)
+        return torch.cat((padded, new), dim=1)
+
+    # Saving
+
+    def save(self, path: str | os.PathLike[str], metadata: dict[str, str] | None = None) -> None:
+        """Writes what the cache holds to one safetensors file, aside and then renamed. `metadata`: further texts."""
+        if self.state is None:
+            raise ValueError("save: the cache is empty")
+        tensors: dict[str, Tensor] = {}
+        for i, layer in enumerate(self.layers):
+            whole: Any = layer
+            if hasattr(whole, "parts"):
+                whole = whole.joined(torch.device("cpu"))
+            tensors.update({f"{i}.{name}": tensor for name, tensor in whole.stored_tensors().items()})
+        about = {
+            "options": dataclasses.asdict(self.options),
+            "rows": [dataclasses.asdict(row) for row in self.state.rows],
+            "columns": self.state.columns,
+        }
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".saving-", dir=target.parent) as aside:
+            file = Path(aside) / target.name
+            save_file(tensors, file, metadata={**(metadata or {}), "format": FORMAT, "cache": json.dumps(about)})
+            os.replace(file, target)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], model: Any, dtype: torch.dtype | None = None) -> StreamingCache:
+        """What `save` wrote, for the same model. `dtype` as it was there. Raises ValueError for a file that is
+        something else or does not fit `model`, FileNotFoundError where there is none.
+        """
+        path = Path(path)
+        if not path.is_file():
+            raise FileNotFoundError(f"path: {path} is no file")
+        try:
+            with safe_open(path, "pt") as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a dict
+        except Exception as error:
+            raise ValueError(f"path: {path} is no safetensors file: {error}") from error
+        if metadata.get("format") != FORMAT:
+            raise ValueError(f"path: {path} is no streaming cache of this version ({FORMAT})")
+        options, held = _read(metadata["cache"], path)
+        made = cls(model, **dataclasses.asdict(options), dtype=dtype, reevaluates=True)
+        if made.positions_are == "learned":
+            raise ValueError("model: a cache of learned positions is not saved")
+        expected = {f"{i}.{name}" for i in range(len(made.layers)) for name in ("keys", "values")}
+        scales = {f"{name}_scales" for name in expected} if dtype == torch.int8 else set()
+        if tensors.keys() != expected | scales:
+            raise ValueError(
+                f"path: {path} holds other tensors than {len(made.layers)} layers of {dtype or 'any dtype'}"
+            )
+        for i, layer in enumerate(made._parts()):
+            of_layer = {name.partition(".")[2]: t for name, t in tensors.items() if name.partition(".")[0] == str(i)}
+            layer.take_tensors(of_layer, held, model.dtype, f"path: {path}, layer {i}")
+        return made
+
+
+def positions_of(config: Any) -> str:
+    """ "rotary", "alibi" or "learned". Raises ValueError for a family of which it is not known."""
+    kind: str = config.model_type
+    if kind in LEARNED:
+        return "learned"
+    if kind in ALIBI or (kind == "falcon" and config.alibi):
+        return "alibi"
+    if kind in ROTARY or kind == "falcon":
+        return "rotary"
+    known = ", ".join((*ROTARY, "falcon", *ALIBI, *LEARNED))
+    raise ValueError(f"model: it is not known how positions of {kind!r} stream; expected one of {known}")
+
+
+def max_positions(config: Any) -> int | None:
+    names = ("max_position_embeddings", "n_positions", "max_seq_len")
+    return next((int(getattr(config, name)) for name in names if getattr(config, name, None)), None)
+
+
+def _attention_modules(model: nn.Module, count: int) -> list[Any]:
+    """By layer, as transformers made them."""
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        original = getattr(module, "_template", [module])[0]  # of a HybridAttention
+        layer = getattr(original, "layer_idx", None)
+        if isinstance(layer, int) and "Attention" in type(original).__name__:
+            found.setdefault(layer, original)
+    if sorted(found) != list(range(count)):
+        raise ValueError(f"model: expected attention modules with layer_idx 0 to {count - 1}, got {sorted(found)}")
+    return [found[i] for i in range(count)]
+
+
+def _turns(attention: Any) -> bool:
+    """Whether a layer has positions (SmolLM3 has layers that do not)."""
+    return bool(getattr(attention, "use_rope", True))
+
+
+def _check_frequencies(model: Any, config: Any) -> None:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = {str(of.get("rope_type")) for of in (parameters, *parameters.values()) if isinstance(of, dict)}
+    if kinds & set(GROWING) and not turns_exactly(model):
+        raise ValueError(
+            f"model: its frequencies change with the length (rope_type {', '.join(sorted(kinds & set(GROWING)))}), and "
+            "a plain model counts positions beyond ctx_size; call turn_exactly(model) first, or load it with hf_sparse"
+        )
+
+
+def _read(text: str, path: Path) -> tuple[StreamingOptions, Held]:
+    """Checked: what a file says may be anything."""
+    try:
+        about = json.loads(text)
+        options = StreamingOptions(**about["options"])
+        rows = tuple(Row(**row) for row in about["rows"])
+        numbers = [n for row in rows for n in dataclasses.astuple(row)] + [about["columns"]]
+        if not rows or not all(type(n) is int and n >= 0 for n in numbers):
+            raise ValueError("expected whole numbers of at least 0")
+        if any(row.held >= options.ctx_size or row.first >= options.ring for row in rows):
+            raise ValueError("a row holds more than ctx_size")
+        if any(row.evicted % 1 or row.position > about["columns"] for row in rows):
+            raise ValueError("a row is longer than the text")
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"path: {path} says nothing sensible of a cache: {error}") from error
+    return options, Held(rows, about["columns"])
