@@ -42,7 +42,7 @@ from .generation import decode_alone, decodes_alone, is_watched
 from .log import logger, warn_once
 from .placed import PlacedMixin
 from .plan import PlacementPlan
-from .streaming import OPTIONS, StreamingMixin
+from .streaming import StreamingMixin, resolve_options
 
 PLAN_FOLDER = "hf_sparse_plan"
 # Arguments of forward() with which a decode step may be computed natively: any value, and those listed.
@@ -252,6 +252,8 @@ class SparseMixin(PlacedMixin, StreamingMixin):
             raise NotADirectoryError(f"save_directory: expected a directory, {target} is a file")
         hub = {name: kwargs.pop(name) for name in PUSH_ARGUMENTS if name in kwargs}
         target.mkdir(parents=True, exist_ok=True)
+        if self.generation_config is not None and resolve_options(self.generation_config) is not None:
+            self.generation_config._from_model_config = False  # or transformers forgets them when it loads
         with tempfile.TemporaryDirectory(prefix=".saving-", dir=target) as aside:
             super().save_pretrained(aside, **kwargs)
             written = sorted(Path(aside).iterdir(), key=lambda path: path.suffix == ".json")
@@ -362,10 +364,6 @@ def as_sparse(model: PreTrainedModel) -> SparseMixin:
     model.__class__ = sparse_class(type(model))  # type: ignore[arg-type]
     decoder_of(model).register_forward_pre_hook(note_forward_pass, with_kwargs=True)
     turn_exactly(model)
-    if model.generation_config is not None:
-        for name in OPTIONS:  # so that `generate` takes them
-            if not hasattr(model.generation_config, name):
-                setattr(model.generation_config, name, None)
     return model  # type: ignore[return-value]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationMixin
+from transformers import GenerationMixin, MaxLengthCriteria
 
 from .log import warn_once
 from .modeling import StreamingCache, StreamingOptions
@@ -80,6 +80,15 @@ class StreamingMixin(GenerationMixin):
         if cache is not None and options is not None and cache.options != options:
             raise ValueError(f"past_key_values: the cache was made for {cache.options}, got {options}")
 
+    def _get_stopping_criteria(self, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
+        theirs: Any = super()._get_stopping_criteria  # type: ignore[misc]
+        criteria = theirs(generation_config, *args, **kwargs)
+        if generation_config.ctx_size is not None:
+            for criterion in criteria:
+                if isinstance(criterion, MaxLengthCriteria):
+                    criterion.max_position_embeddings = None  # it would warn of texts that are longer
+        return criteria
+
     # Between forward passes
 
     def prepare_inputs_for_generation(
@@ -95,7 +104,10 @@ class StreamingMixin(GenerationMixin):
         columns = input_ids.shape[1] if next_sequence_length is None else next_sequence_length
         new = input_ids[:, input_ids.shape[1] - columns :]
         if cache.stale:
-            new = cache.reevaluated(input_ids[:, : input_ids.shape[1] - columns], new, mask)
+            if input_ids.shape[1] - columns < cache.columns:
+                raise ValueError("inputs: expected the whole text, some of whose tokens have to be computed again")
+            pads = _padding(mask, cache.columns, new)
+            new = cache.reevaluated(input_ids[:, : input_ids.shape[1] - columns], new, mask, pads)
         else:
             cache.expect(_padding(mask, cache.columns, new), cache.prompting)
         batch, columns = new.shape
@@ -116,9 +128,9 @@ class StreamingMixin(GenerationMixin):
             return theirs(input_ids, generation_config, model_kwargs, is_first_iteration)
         if model_kwargs.get("inputs_embeds") is not None:
             raise ValueError(f"inputs_embeds: with {cache.options} expected input_ids, whose tokens may go one by one")
-        mask = model_kwargs.get("attention_mask")
-        whole = mask is None or mask.shape[1] == input_ids.shape[1]
-        new = input_ids.shape[1] - cache.columns if whole else input_ids.shape[1]
+        mask = model_kwargs.get("attention_mask")  # where all of it is ones, `generate` has dropped it
+        masked = mask.shape[1] if mask is not None else getattr(generation_config, "_mask_length", input_ids.shape[1])
+        new = input_ids.shape[1] - (cache.columns if masked == input_ids.shape[1] else 0)
         if new < 1:
             raise ValueError(
                 f"inputs: expected the whole text, of which the cache has seen {cache.columns} tokens, with at least "

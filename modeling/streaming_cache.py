@@ -166,16 +166,16 @@ class StreamingCache(Cache):
         """Whether positions are learned, and the tokens that stay have to be computed at their new ones."""
         return self._parts()[0].stale
 
-    def reevaluated(self, past: Tensor, new: Tensor, mask: Tensor | None) -> Tensor:
+    def reevaluated(self, past: Tensor, new: Tensor, mask: Tensor | None, pads: Sequence[int]) -> Tensor:
         """Forgets all and returns the ids to go on with: of the text `past` [batch, columns], with `mask` [batch,
-        columns or more], those that the cache holds, then `new`; padded on the left, as `expect` has been told.
+        columns or more], those that the cache holds, then `new`, in which `pads` columns are padding; padded on the
+        left, as `expect` has been told.
         """
         state = self.state
         assert state is not None
         columns, keep, kept = past.shape[1], self.options.n_keep, []
         for i, row in enumerate(state.rows):
-            pads = 0 if mask is None else columns - int(mask[i, :columns].sum())
-            real = past[i, pads:]
+            real = past[i, 0 if mask is None else columns - int(mask[i, :columns].sum()) :]
             kept.append(torch.cat((real[:keep][: row.held], real[keep + row.evicted : row.position])))
         padded = past.new_zeros(len(past), state.longest)
         for i, ids in enumerate(kept):
@@ -183,7 +183,9 @@ class StreamingCache(Cache):
         self.reevaluated_tokens += sum(map(len, kept))
         for part in self._parts():
             part.restart()
-        self.expect([state.longest - len(ids) for ids in kept], self.prompting)
+        self.expect(
+            [state.longest - len(ids) + padding for ids, padding in zip(kept, pads, strict=True)], self.prompting
+        )
         return torch.cat((padded, new), dim=1)
 
     # Saving

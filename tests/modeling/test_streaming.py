@@ -162,7 +162,8 @@ def test_factors_for_short_and_long_texts(ctx_size: int) -> None:
         "original_max_position_embeddings": 40,
         "factor": 4.0,
     }
-    model = plain("phi3", {"num_key_value_heads": 3, "intermediate_size": 88, "rope_parameters": rope})
+    fields = {"original_max_position_embeddings": 40, "rope_parameters": rope, "eos_token_id": 2}
+    model = plain("phi3", {"num_key_value_heads": 3, "intermediate_size": 88, **fields})
     turn_exactly(model)
     short, long = (copy.deepcopy(model) for _ in range(2))
     factors = "short_factor" if ctx_size == 20 else "long_factor"
