@@ -1,4 +1,4 @@
-"""The command line: `hf-sparse run`, `plan`, `eval`, `demo`, `doctor`; `estimate` is in cli_estimate.py.
+"""The command line: `hf-sparse run`, `plan`, `eval`, `demo`, `doctor`; `estimate` and `chat` have files of their own.
 
 What was asked for goes to stdout, everything else to stderr. torch and transformers are imported inside the commands,
 so that `--help` answers at once.
@@ -18,9 +18,10 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from . import __version__
+from .cli_chat import chat
 from .cli_estimate import estimate
+from .cli_eval import evaluate
 from .cli_options import (
-    EVALUATION,
     CacheTokens,
     CalibrationTexts,
     CalibrationTokens,
@@ -68,31 +69,6 @@ class Commands(TyperGroup):
 app = typer.Typer(
     cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich"
 )
-
-Texts = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FILE",
-        help="A .txt or .jsonl file, or a dataset. Default: Python's documentation.",
-        rich_help_panel=EVALUATION,
-    ),
-]
-Tokens = Annotated[int, typer.Option(metavar="COUNT", help="Tokens to read at most.", rich_help_panel=EVALUATION)]
-Window = Annotated[
-    int | None,
-    typer.Option(
-        metavar="COUNT",
-        help="Tokens read together. Default: 512, or the model's positions.",
-        rich_help_panel=EVALUATION,
-    ),
-]
-FullPrecision = Annotated[
-    bool,
-    typer.Option(help="Compare with the weights as they came too, loaded beside.", rich_help_panel=EVALUATION),
-]
-JsonFile = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Write all figures here.", rich_help_panel=EVALUATION)
-]
 
 
 def _show_version(wanted: bool) -> None:
@@ -181,46 +157,6 @@ def plan(
     stdout.print(where, highlight=False, soft_wrap=True)
 
 
-@app.command("eval")
-def evaluate(
-    model: Model,
-    texts: Texts = None,
-    tokens: Tokens = 4096,
-    window: Window = None,
-    full_precision: FullPrecision = True,
-    json_file: JsonFile = None,
-    gguf_file: GgufFile = None,
-    gpu_budget: GpuBudget = None,
-    cache_tokens: CacheTokens = None,
-    weight_dtype: WeightDtype = "nf4",
-    compute_dtype: ComputeDtype = None,
-    group_size: GroupSize = None,
-    head_dtype: HeadDtype = None,
-    max_perplexity_increase: MaxPerplexityIncrease = 0.01,
-    target_sparsity: TargetSparsity = None,
-    calibration_texts: CalibrationTexts = None,
-    calibration_tokens: CalibrationTokens = 8192,
-) -> None:
-    """Compares the model with its rules, without them, and with the weights as they came."""
-    from transformers import AutoTokenizer
-
-    from . import evaluation
-    from .texts import read_texts
-
-    # What is wrong with these is said now, not after minutes of loading.
-    if texts is not None:
-        read_texts(texts, name="texts", tokens=tokens)
-    check_parent(json_file)
-    source = find_source(model, gguf_file)
-    calibration = max_perplexity_increase, target_sparsity, calibration_texts, calibration_tokens
-    sparse = load(source, gpu_budget, cache_tokens, weight_dtype, compute_dtype, group_size, head_dtype, *calibration)
-    reference = evaluation.full_precision(*source.values(), dtype=sparse.dtype) if full_precision else None
-    tokenizer = AutoTokenizer.from_pretrained(**source)
-    found = evaluation.evaluate(sparse, tokenizer, texts, tokens=tokens, window=window, reference=reference)
-    stdout.print(found, highlight=False, soft_wrap=True)
-    write_json(json_file, {"model": model, **found.to_dict()})
-
-
 @app.command()
 def demo(
     prompt: Prompt = "Explain in three sentences why the sky is blue.",
@@ -260,6 +196,8 @@ def doctor(
 
 
 app.command()(estimate)
+app.command("eval")(evaluate)
+app.command()(chat)
 
 
 # Steps of the commands

@@ -200,7 +200,7 @@ def evaluate(
         texts=text,
         tokens=rows[:, 1:].numel(),
         window=length,
-        weights=_weights(model),
+        weights=weights_of(model),
         perplexity=perplexities,
         differences=differences,
         active_fraction=active,
@@ -242,8 +242,8 @@ def _window(model: PreTrainedModel, window: int | None, tokens: int) -> int:
     return window
 
 
-def _rows(tokenizer: Any, texts: Any, tokens: int, window: int, vocabulary: int) -> tuple[str, Tensor]:
-    """What the text is, and its token ids int64 [windows, window]."""
+def text_stream(tokenizer: Any, texts: Any, tokens: int, vocabulary: int) -> tuple[str, Tensor]:
+    """What the text is, and its token ids int64 [about `tokens` or more], as far as it goes."""
     if texts is None:
         from pydoc_data.topics import topics
 
@@ -253,7 +253,12 @@ def _rows(tokenizer: Any, texts: Any, tokens: int, window: int, vocabulary: int)
     else:
         found = read_texts(texts, name="texts", tokens=tokens)
         text = os.fspath(texts) if isinstance(texts, (str, os.PathLike)) else f"{len(found)} texts"
-    stream = token_stream(found, tokenizer, vocabulary=vocabulary, name="texts", special=False)
+    return text, token_stream(found, tokenizer, vocabulary=vocabulary, name="texts", special=False)
+
+
+def _rows(tokenizer: Any, texts: Any, tokens: int, window: int, vocabulary: int) -> tuple[str, Tensor]:
+    """What the text is, and its token ids int64 [windows, window]."""
+    text, stream = text_stream(tokenizer, texts, tokens, vocabulary)
     begins = tokenizer.bos_token_id is not None and tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
     new = window - begins
     if len(stream) < new:
@@ -307,7 +312,7 @@ def _exp(value: float) -> float:
         return math.inf
 
 
-def _weights(model: PreTrainedModel) -> str:
+def weights_of(model: PreTrainedModel) -> str:
     form = getattr(model.config, "quantization_config", None)
     return "as they came" if form is None else f"{form.weight_dtype} in groups of {form.group_size}"
 

@@ -57,6 +57,7 @@ def decode_alone(
     keeps = config.return_dict_in_generate
     all_scores: tuple[Tensor, ...] | None = () if keeps and config.output_scores else None
     all_logits: tuple[Tensor, ...] | None = () if keeps and config.output_logits else None
+    text = _Text(input_ids)
     outputs = model._prefill(input_ids, config, inputs)
     pending = 0  # tokens that `inputs` does not know of yet
     logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32)
@@ -73,7 +74,7 @@ def decode_alone(
         else:
             best = int(scores[0].float().numpy().argmax())  # many times faster than torch's
             token = torch.tensor([[best]], dtype=torch.int64, device="cpu")
-        input_ids = torch.cat((input_ids, token), dim=-1)
+        input_ids = text.append(token)
         finished = bool(stopping_criteria(input_ids, all_scores).all())
         if streamer is not None:
             streamer.put(token[0])
@@ -90,10 +91,27 @@ def decode_alone(
         logits = following
     if streamer is not None:
         streamer.end()
+    input_ids = input_ids.clone()
     if not keeps:
         return input_ids
     kept: dict[str, Any] = {"sequences": input_ids, "scores": all_scores, "logits": all_logits}
     return GenerateDecoderOnlyOutput(**kept, cache=inputs["cache"])
+
+
+class _Text:
+    """Token ids int64 [1, tokens] that grow without being copied for every token."""
+
+    def __init__(self, ids: Tensor) -> None:
+        self._count = ids.shape[1]
+        self._ids = torch.cat((ids, ids.new_empty(1, max(256, self._count))), dim=1)
+
+    def append(self, token: Tensor) -> Tensor:
+        """All of them, with `token` [1, 1]; what was given out before stays as it is."""
+        if self._count == self._ids.shape[1]:
+            self._ids = torch.cat((self._ids, torch.empty_like(self._ids)), dim=1)
+        self._ids[:, self._count] = token[0]
+        self._count += 1
+        return self._ids[:, : self._count]
 
 
 def _caught_up(inputs: dict[str, Any], tokens: int) -> dict[str, Any]:

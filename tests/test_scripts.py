@@ -108,6 +108,18 @@ def test_check_cost_model(tmp_path: Path) -> None:
     assert all(len(row["figures"]) == 1 and row["figures"][0] > 0 for row in speeds)
 
 
+def test_bench_streaming(tmp_path: Path) -> None:
+    report, directory = tmp_path / "report.json", tmp_path / "tiny"
+    save_checkpoint("llama", directory)
+    small = ["--ctx-size", 60, "--tokens", 6000, "--rounds", 1, "--json", report]
+    run = run_script("bench_streaming.py", "--model", directory, *small)
+    assert run.returncode == 0, run.stderr
+    rows = {(row["case"], row["system"]): row for row in json.loads(report.read_text())}
+    assert rows["endless", "evaluated again"]["figures"] == [0]
+    assert rows["shift", "ring"]["median"] > 0 and rows["shift", "ring"]["ctx_size"] == 60
+    assert rows["recompute", "window / ring"]["unit"] == "ratio"
+
+
 def test_ci_runs_the_test_command_of_the_readme() -> None:
     commands = re.findall(r"^python3 -m venv .*$", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert len(commands) == 2
