@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .auto import SparseAutoModelForCausalLM
     from .config import SparseConfig, WeightOnlyQuantConfig
+    from .modeling import StreamingCache
     from .plan import PlacementPlan
     from .predictor_loading import load_predictors
 
@@ -21,6 +22,7 @@ __all__ = [
     "PlacementPlan",
     "SparseAutoModelForCausalLM",
     "SparseConfig",
+    "StreamingCache",
     "WeightOnlyQuantConfig",
     "__version__",
     "load_predictors",
@@ -30,6 +32,7 @@ _MODULE_OF = {
     "PlacementPlan": "plan",
     "SparseAutoModelForCausalLM": "auto",
     "SparseConfig": "config",
+    "StreamingCache": "modeling",
     "WeightOnlyQuantConfig": "config",
     "load_predictors": "predictor_loading",
 }

@@ -128,6 +128,7 @@ class Engine:
         self._rotation_array = array("q", [0] * 8)
         self._ring_array = array("q", [0] * 3)
         self._exact: tuple[Any, list[_Rotations]] | None = None  # for the rotations of the streaming cache seen last
+        self._exact_tables: dict[Any, list[_Rotations]] = {}
         self._tables: PageTables | None = None
         hooks = [
             hooks
@@ -335,12 +336,13 @@ class Engine:
             return None
         row, options = state.rows[0], cache.options
         if self._exact is None or self._exact[0] is not cache.rotations:
-            kinds = [kind for kind, _ in self._rotations]
-            if not all(kind in cache.rotations for kind in kinds):
+            if not all(kind in cache.rotations for kind, _ in self._rotations):
                 return None
-            pairs = [cache.rotations[kind].pairs for kind in kinds]
-            self._exact = cache.rotations, [_Rotations(of_kind) for of_kind in pairs]
-        # Addresses of a slot hold until those of a position are asked for only while both lie in blocks that are kept.
+            rotations = [cache.rotations[kind] for kind, _ in self._rotations]
+            key = tuple((rotation.scaling, *rotation.frequencies.tolist()) for rotation in rotations)
+            if key not in self._exact_tables:
+                self._exact_tables[key] = [_Rotations(rotation.pairs) for rotation in rotations]
+            self._exact = cache.rotations, self._exact_tables[key]
         self._turn(self._exact[1], row.position, row.held if row.evicted else None)
         ((slot, _),) = options.slots(row.first, row.held, row.held + 1)
         self._ring_array[0], self._ring_array[1], self._ring_array[2] = options.n_keep, options.ring, row.first
