@@ -192,10 +192,7 @@ class StreamingLayer(PagedCacheLayer):
             raise ValueError("attention_mask: padding may come before a row's first token only")
         self._keys, self._values, self.held = keys, values, held
         new = keys.as_stored(key_states), values.as_stored(value_states)
-        whole = tuple(
-            states if held.longest == 0 else torch.cat((self._whole(pages, turned), states), dim=2)
-            for pages, states, turned in ((keys, new[0], True), (values, new[1], False))
-        )
+        whole = new if held.longest == 0 else (self._whole(keys, True, new[0]), self._whole(values, False, new[1]))
         for rows, row, padding in self._rows(held, pads):
             for done, slot, tokens in stored(self.options, row, count - padding, self.prompting)[0]:
                 chosen = slice(padding + done, padding + done + tokens)
@@ -205,7 +202,7 @@ class StreamingLayer(PagedCacheLayer):
         self.stale = self.learned and any(
             now.evicted > row.evicted for now, row in zip(self.held.rows, held.rows, strict=True)
         )
-        return whole[0], whole[1]
+        return whole
 
     @staticmethod
     def _rows(held: Held, pads: Sequence[int] | None = None) -> Iterator[tuple[slice, Row, int]]:
@@ -217,14 +214,17 @@ class StreamingLayer(PagedCacheLayer):
         for i, row in enumerate(held.rows):
             yield slice(i, i + 1), row, of_rows[i]
 
-    def _whole(self, pages: Any, turned: bool) -> Tensor:
+    def _whole(self, pages: Pages, turned: bool, new: Tensor | None = None) -> Tensor:
+        """What `pages` hold of the rows, then `new`; keys of sinks are `turned`."""
         held = self.held
         assert held is not None
-        out: Tensor = pages.empty(held.longest)
+        out = pages.empty(held.longest + (0 if new is None else new.shape[2]))
+        if new is not None:
+            out[:, :, held.longest :] = new
         for rows, row, _ in self._rows(held):
             start = held.longest - row.held
             out[rows, :, :start] = 0
-            of_rows, at = out[rows, :, start:], 0
+            of_rows, at = out[rows, :, start : held.longest], 0
             for slot, tokens in self.options.slots(row.first, 0, row.held):
                 pages.take(slot, of_rows[:, :, at : at + tokens], rows)
                 at += tokens

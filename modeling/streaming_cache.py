@@ -124,7 +124,8 @@ class StreamingCache(Cache):
         try:
             yield
         finally:
-            self.expect((), False)
+            for part in self._parts():
+                part.pads, part.prompting = None, False
 
     @property
     def prompting(self) -> bool:
@@ -136,8 +137,14 @@ class StreamingCache(Cache):
             part.prompting = value
 
     def expect(self, pads: Sequence[int], prompting: bool) -> None:
-        """The next pass has `pads` columns of padding, by row, before the tokens; `prompting`: see `reads_a_prompt`."""
-        for part in self._parts():
+        """The next pass has `pads` columns of padding, by row, before the tokens; `prompting`: see `reads_a_prompt`.
+
+        Raises ValueError where layers hold different tokens.
+        """
+        parts = self._parts()
+        if any(part.held != parts[0].held for part in parts):
+            raise ValueError("past_key_values: a pass through the model has failed halfway: begin with a new cache")
+        for part in parts:
             part.pads, part.prompting = tuple(pads), prompting
 
     def positions(self, columns: int, batch: int) -> Tensor:

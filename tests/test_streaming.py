@@ -271,3 +271,23 @@ def test_memory_stays_and_so_do_tokens(directories: Any) -> None:
         pages = [page for layer in cache.layers for pages in (layer._keys, layer._values) for page in pages.pages]
         assert len(pages) == 2 * 3 and all(page.shape[2] == 256 for page in pages)
     assert AutoModelForCausalLM and cache.evicted[0] > 380
+
+
+def test_a_pass_that_fails_halfway(directories: Any, monkeypatch: Any) -> None:
+    """The cache is not what any text gives, and says so instead of going on."""
+    model, ids = load(directories("bloom")), prompt_ids(1, 30)
+    cache = StreamingCache(model, 24)
+    text = model.generate(ids, past_key_values=cache, max_new_tokens=5, **GREEDY)
+    forward = HybridMLP.forward
+
+    def fails(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.id.layer == 1:
+            raise RuntimeError("a cable")
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(HybridMLP, "forward", fails)
+    with pytest.raises(RuntimeError, match="a cable"):
+        model.generate(text, past_key_values=cache, max_new_tokens=5, **GREEDY)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="a pass through the model has failed halfway"):
+        model.generate(text, past_key_values=cache, max_new_tokens=5, **GREEDY)
