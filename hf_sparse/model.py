@@ -28,6 +28,7 @@ from hf_sparse.modeling import (
     PackedHead,
     PagedCacheLayer,
     SkipRule,
+    StreamingCache,
     engine_of,
     family_of,
     hybrid_blocks,
@@ -220,7 +221,8 @@ class SparseMixin(PlacedMixin, StreamingMixin):
         """
         prompt = inputs if inputs is not None else kwargs.get("input_ids")
         if isinstance(prompt, Tensor) and kwargs.get("inputs_embeds") is None:
-            self._check_prompt(prompt, kwargs.get("max_new_tokens") or 0, self.streams(kwargs))
+            configs = {"generation_config": args[0]} if args else {}
+            self._check_prompt(prompt, kwargs.get("max_new_tokens") or 0, self.streams(configs | kwargs))
         return super().generate(inputs, *args, **kwargs)
 
     def _check_prompt(self, prompt: Tensor, new_tokens: int, streams: bool) -> None:
@@ -328,6 +330,8 @@ def note_forward_pass(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
         (t for t in (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if isinstance(t, Tensor)), None
     )
     cache = kwargs.get("cache", kwargs.get("past_key_values"))
+    if isinstance(cache, StreamingCache):
+        cache.refuse_padding(kwargs.get("attention_mask"))
     note_forward(0 if tokens is None else tokens.shape[1], 0 if cache is None else int(cache.get_seq_length()))
 
 

@@ -128,6 +128,18 @@ class StreamingMixin(GenerationMixin):
             return theirs(input_ids, generation_config, model_kwargs, is_first_iteration)
         if model_kwargs.get("inputs_embeds") is not None:
             raise ValueError(f"inputs_embeds: with {cache.options} expected input_ids, whose tokens may go one by one")
+        with cache.reads_a_prompt():
+            return self._read(cache, input_ids, generation_config, model_kwargs, is_first_iteration)
+
+    def _read(
+        self,
+        cache: StreamingCache,
+        input_ids: Tensor,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        first: bool,
+    ) -> Any:
+        """What of the text `input_ids` the cache has not seen, in pieces for which there is room; the last output."""
         mask = model_kwargs.get("attention_mask")  # where all of it is ones, `generate` has dropped it
         masked = mask.shape[1] if mask is not None else getattr(generation_config, "_mask_length", input_ids.shape[1])
         new = input_ids.shape[1] - (cache.columns if masked == input_ids.shape[1] else 0)
@@ -142,15 +154,11 @@ class StreamingMixin(GenerationMixin):
                 "oldest that are no sinks are forgotten"
             )
         outputs = None
-        with cache.reads_a_prompt():
-            for start, stop in _pieces(cache, input_ids.shape[1] - new, input_ids.shape[1]):
-                inputs = self.prepare_inputs_for_generation(
-                    input_ids[:, :stop],
-                    next_sequence_length=stop - start,
-                    is_first_iteration=is_first_iteration,
-                    **model_kwargs,
-                )
-                outputs = self(**inputs, return_dict=True)  # type: ignore[operator]
+        for start, stop in _pieces(cache, input_ids.shape[1] - new, input_ids.shape[1]):
+            inputs = self.prepare_inputs_for_generation(
+                input_ids[:, :stop], next_sequence_length=stop - start, is_first_iteration=first, **model_kwargs
+            )
+            outputs = self(**inputs, return_dict=True)  # type: ignore[operator]
         return outputs
 
 

@@ -180,7 +180,14 @@ class StreamingLayer(PagedCacheLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Takes `key_states`, `value_states` [batch, kv_heads, new, head_dim]; returns those that there were with the
         new ones behind them. If the cache has become full, the oldest are gone afterwards.
+
+        Raises ValueError for states of other sizes, and where what is held is `stale`.
         """
+        if self.stale:
+            raise ValueError(
+                "past_key_values: positions are learned, and the tokens that stayed have to be computed again; only "
+                "hf_sparse's generate does so"
+            )
         keys = self._fitting("key_states", self._keys, key_states)
         values = self._fitting("value_states", self._values, value_states)
         count = key_states.shape[2]
@@ -246,18 +253,17 @@ class StreamingLayer(PagedCacheLayer):
         return self.held is not None and super().is_initialized
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Takes `-tokens_to_remove` tokens off the end. Raises ValueError where a row holds fewer but has had more:
-        what was evicted is gone.
+        """Takes `-tokens_to_remove` tokens off the end. Raises ValueError where some have been evicted and fewer are
+        left behind the sinks: what follows a sink in the text is gone.
         """
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove: expected 0 or less, got {tokens_to_remove}")
         if self.held is None:
             return
         count = -int(tokens_to_remove)
-        if short := [row.held for row in self.held.rows if row.evicted and row.held < count]:
-            raise ValueError(
-                f"tokens_to_remove: {count} tokens, but of a text that is longer the cache holds {min(short)}"
-            )
+        left = [row.held - self.options.n_keep for row in self.held.rows if row.evicted]
+        if min(left, default=count) < count:
+            raise ValueError(f"tokens_to_remove: {count} tokens, but behind the sinks the cache holds {min(left)}")
         rows = tuple(replace(row, held=max(0, row.held - count)) for row in self.held.rows)
         self.held = Held(rows, max(0, self.held.columns - count))
 

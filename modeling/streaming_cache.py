@@ -28,6 +28,7 @@ ALIBI = ("bloom", "mpt")  # and falcon, if its config says so
 LEARNED = ("opt", "gpt2")
 GROWING = ("dynamic", "longrope")  # frequencies that change with the length
 FORMAT = "hf_sparse.streaming_cache.1"
+MOST_TOKENS = 1 << 48  # of a text: positions stay exact in float64
 
 
 class StreamingCache(Cache):
@@ -119,7 +120,13 @@ class StreamingCache(Cache):
 
     @contextlib.contextmanager
     def reads_a_prompt(self) -> Iterator[None]:
-        """While this is on, more may be evicted at once than was asked for, so that what follows fits."""
+        """While this is on, more may be evicted at once than was asked for, so that what follows fits.
+
+        Raises ValueError where layers hold different tokens.
+        """
+        parts = self._parts()
+        if any(part.held != parts[0].held for part in parts):
+            raise ValueError("past_key_values: a pass through the model has failed halfway: begin with a new cache")
         self.prompting = True
         try:
             yield
@@ -137,14 +144,8 @@ class StreamingCache(Cache):
             part.prompting = value
 
     def expect(self, pads: Sequence[int], prompting: bool) -> None:
-        """The next pass has `pads` columns of padding, by row, before the tokens; `prompting`: see `reads_a_prompt`.
-
-        Raises ValueError where layers hold different tokens.
-        """
-        parts = self._parts()
-        if any(part.held != parts[0].held for part in parts):
-            raise ValueError("past_key_values: a pass through the model has failed halfway: begin with a new cache")
-        for part in parts:
+        """The next pass has `pads` columns of padding, by row, before the tokens; `prompting`: see `reads_a_prompt`."""
+        for part in self._parts():
             part.pads, part.prompting = tuple(pads), prompting
 
     def positions(self, columns: int, batch: int) -> Tensor:
@@ -167,6 +168,13 @@ class StreamingCache(Cache):
         total = held.longest + columns
         seen = torch.tensor([row.held + columns - padding for row, padding in zip(held.rows, pads, strict=True)])
         return torch.arange(total) >= total - seen[:, None]
+
+    def refuse_padding(self, mask: Any) -> None:
+        """Raises ValueError for an attention mask with padding of which `expect` was told nothing."""
+        held, pads = self.state, self._parts()[0].pads
+        told = bool(pads and any(pads)) or (held is not None and not held.uniform)
+        if isinstance(mask, Tensor) and mask.dim() == 2 and not told and not bool(mask.all()):
+            raise ValueError("attention_mask: rows with padding stream in hf_sparse's generate only")
 
     @property
     def stale(self) -> bool:
@@ -201,6 +209,8 @@ class StreamingCache(Cache):
         """Writes what the cache holds to one safetensors file, aside and then renamed. `metadata`: further texts."""
         if self.state is None:
             raise ValueError("save: the cache is empty")
+        if self.positions_are == "learned":
+            raise ValueError("save: a cache of learned positions is good for nothing once a token has gone")
         tensors: dict[str, Tensor] = {}
         for i, layer in enumerate(self.layers):
             whole: Any = layer
@@ -235,10 +245,8 @@ class StreamingCache(Cache):
             raise ValueError(f"path: {path} is no safetensors file: {error}") from error
         if metadata.get("format") != FORMAT:
             raise ValueError(f"path: {path} is no streaming cache of this version ({FORMAT})")
-        options, held = _read(metadata["cache"], path)
+        options, held = _read(metadata.get("cache", ""), path)
         made = cls(model, **dataclasses.asdict(options), dtype=dtype, reevaluates=True)
-        if made.positions_are == "learned":
-            raise ValueError("model: a cache of learned positions is not saved")
         expected = {f"{i}.{name}" for i in range(len(made.layers)) for name in ("keys", "values")}
         scales = {f"{name}_scales" for name in expected} if dtype == torch.int8 else set()
         if tensors.keys() != expected | scales:
@@ -247,7 +255,10 @@ class StreamingCache(Cache):
             )
         for i, layer in enumerate(made._parts()):
             of_layer = {name.partition(".")[2]: t for name, t in tensors.items() if name.partition(".")[0] == str(i)}
-            layer.take_tensors(of_layer, held, model.dtype, f"path: {path}, layer {i}")
+            where, sizes, found = f"path: {path}, layer {i}", _kv_sizes(model), tuple(of_layer["keys"].shape[1::2])
+            if found != sizes:
+                raise ValueError(f"{where}: expected KV heads and head_dim {sizes} of the model, got {found}")
+            layer.take_tensors(of_layer, held, model.dtype, where)
         return made
 
 
@@ -297,6 +308,16 @@ def _check_frequencies(model: Any, config: Any) -> None:
         )
 
 
+def _kv_sizes(model: Any) -> tuple[int, int]:
+    """KV heads and head_dim of what the model caches."""
+    config = model.config.get_text_config(decoder=True)
+    heads: int = config.num_attention_heads
+    head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if config.model_type == "falcon":  # which repeats keys for each query head
+        return (heads if config.new_decoder_architecture or not config.multi_query else 1), head_dim
+    return getattr(config, "num_key_value_heads", None) or heads, head_dim
+
+
 def _read(text: str, path: Path) -> tuple[StreamingOptions, Held]:
     """Checked: what a file says may be anything."""
     try:
@@ -308,8 +329,12 @@ def _read(text: str, path: Path) -> tuple[StreamingOptions, Held]:
             raise ValueError("expected whole numbers of at least 0")
         if any(row.held >= options.ctx_size or row.first >= options.ring for row in rows):
             raise ValueError("a row holds more than ctx_size")
-        if any(row.evicted % 1 or row.position > about["columns"] for row in rows):
-            raise ValueError("a row is longer than the text")
-    except (KeyError, TypeError, ValueError) as error:
+        if any(row.position > about["columns"] or row.position > MOST_TOKENS for row in rows):
+            raise ValueError("a row is longer than the text, or than any")
+        if any(row.first != row.evicted % options.ring or row.held < options.n_keep for row in rows if row.evicted):
+            raise ValueError("what a row holds does not follow from what it evicted")
+        if any(row.first for row in rows if not row.evicted):
+            raise ValueError("a row that evicted nothing does not begin at the beginning")
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"path: {path} says nothing sensible of a cache: {error}") from error
     return options, Held(rows, about["columns"])

@@ -113,6 +113,9 @@ def test_learned_positions_are_evaluated_again(directories: Any, case: str) -> N
         kept, text = torch.cat((kept, token), dim=1), torch.cat((text, token), dim=1)
     result = model.generate(ids, max_new_tokens=60, return_dict_in_generate=True, **GREEDY, **STREAM)
     assert torch.equal(result.sequences, text)
+    long = prompt_ids(1, 200)  # more than there are positions
+    config = GenerationConfig(max_new_tokens=3, **GREEDY, **STREAM)
+    assert torch.equal(model.generate(long, config), model.generate(long, generation_config=config))
     assert result.past_key_values.reevaluated_tokens == 14 * (result.past_key_values.evicted[0] // 10)
 
 

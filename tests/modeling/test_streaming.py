@@ -272,8 +272,9 @@ def test_tokens_are_taken_off_the_end(streamed: Any) -> None:
     cache.crop(-2)
     assert cache.held == (held,) and cache.columns == 50
     assert torch.equal(logits(model, rest[:, :1], cache), expected)
-    with pytest.raises(ValueError, match="tokens_to_remove: 40 tokens, but of a text that is longer the cache holds"):
-        cache.crop(-40)
+    most = cache.held[0] - 4
+    with pytest.raises(ValueError, match=f"{most + 1} tokens, but behind the sinks the cache holds {most}$"):
+        cache.crop(-most - 1)  # a sink could not follow what is gone
     with pytest.raises(ValueError, match="tokens_to_remove: expected 0 or less, got 3"):
         cache.crop(3)
 
@@ -330,6 +331,10 @@ def test_files_that_are_no_cache(streamed: Any, saved: Save, tmp_path: Path) -> 
     refuse("at least 0", rows=[{**row, "held": True}])
     refuse("at least 0", rows=[])
     refuse("longer than the text", columns=3)
+    refuse("longer than the text, or than any", rows=[{**row, "evicted": 10**25}], columns=10**26)
+    refuse("does not follow from what it evicted", rows=[{**row, "evicted": row["evicted"] + 1}], columns=99)
+    refuse("does not follow from what it evicted", rows=[{**row, "held": 3}])
+    refuse("does not begin at the beginning", rows=[{**row, "evicted": 0, "first": 2}])
     refuse("nothing sensible", options={"ctx_size": 3, "n_keep": 4, "n_discard": 1})
     refuse("nothing sensible", rows=[{"held": 3}, {"nothing": 4}])
     refuse(
@@ -338,7 +343,13 @@ def test_files_that_are_no_cache(streamed: Any, saved: Save, tmp_path: Path) -> 
     refuse("of 1 rows", {**tensors, "1.values": tensors["1.values"].repeat(2, 1, 1, 1)})
     refuse("torch.float32, got torch.float16", {**tensors, "1.values": tensors["1.values"].half()})
     refuse("other tensors", {name: tensor for name, tensor in tensors.items() if name != "2.values"})
+    wide = {name: tensor.repeat(1, 2, 1, 1) for name, tensor in tensors.items()}
+    refuse(r"KV heads and head_dim \(3, 8\) of the model, got \(6, 8\)", wide)
     refuse("other tensors", {**tensors, "9.values": tensors["2.values"].clone()})
+    for text in ("", "[" * 100_000, "[]", "3"):
+        save_file(tensors, path, metadata={**metadata, "cache": text})
+        with pytest.raises(ValueError, match="says nothing sensible of a cache"):
+            StreamingCache.load(path, model)
     save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(ValueError, match="no streaming cache of this version"):
         StreamingCache.load(path, model)
@@ -383,3 +394,24 @@ def test_states_of_another_shape(streamed: Any) -> None:
     with pytest.raises(ValueError, match="value_states: 2 tokens, but key_states has 1"):
         cache.update(torch.zeros(1, 3, 1, 8), torch.zeros(1, 3, 2, 8), 0)
     assert cache.layers[0].held == before
+
+
+def test_padding_that_nobody_told_of(saved: Save) -> None:
+    for case in ("llama", "bloom"):
+        model, ids = load(saved(case)), prompt_ids(2, 9)
+        mask = torch.ones_like(ids)
+        mask[1, :3] = 0
+        with pytest.raises(ValueError, match="attention_mask: rows with padding stream in hf_sparse's generate only"):
+            model(ids, attention_mask=mask, past_key_values=StreamingCache(model, 24))
+
+
+def test_learned_positions_outside_of_generate(saved: Save, tmp_path: Path) -> None:
+    model = load(saved("opt"))
+    with pytest.raises(ValueError, match="opt has learned positions"):
+        StreamingCache(model, 24)
+    cache = model.streaming_cache(StreamingOptions(24))
+    logits(model, prompt_ids(1, 24), cache)
+    with pytest.raises(ValueError, match="positions are learned, and the tokens that stayed have to be computed again"):
+        logits(model, prompt_ids(1, 1), cache)
+    with pytest.raises(ValueError, match="save: a cache of learned positions"):
+        cache.save(tmp_path / "cache.safetensors")
