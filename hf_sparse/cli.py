@@ -22,6 +22,7 @@ from .cli_chat import chat
 from .cli_estimate import estimate
 from .cli_eval import evaluate
 from .cli_options import (
+    STREAMING,
     CacheTokens,
     CalibrationTexts,
     CalibrationTokens,
@@ -35,6 +36,8 @@ from .cli_options import (
     MaxNewTokens,
     MaxPerplexityIncrease,
     Model,
+    NDiscard,
+    NKeep,
     Prompt,
     Seed,
     TargetSparsity,
@@ -109,17 +112,30 @@ def run(
     temperature: Temperature = None,
     seed: Seed = None,
     chat: Chat = None,
+    ctx_size: Annotated[
+        int | None,
+        typer.Option(
+            metavar="COUNT",
+            help="Go on without an end, on a cache of so many tokens. Default: the model's positions are the end.",
+            rich_help_panel=STREAMING,
+        ),
+    ] = None,
+    n_keep: NKeep = None,
+    n_discard: NDiscard = None,
 ) -> None:
     """Streams the model's answer to a prompt."""
     if not prompt:
         raise ValueError("prompt: expected some text, got none")
+    endless = given(ctx_size=ctx_size, n_keep=n_keep, n_discard=n_discard)
+    if endless and ctx_size is None:
+        raise ValueError(f"{', '.join(endless)}: only with --ctx-size")
     source = find_source(model, gguf_file)
     calibration = max_perplexity_increase, target_sparsity, calibration_texts, calibration_tokens
     sparse = load(source, gpu_budget, cache_tokens, weight_dtype, compute_dtype, group_size, head_dtype, *calibration)
     if do_sample is None and temperature is not None:
         do_sample = True
     sampling = given(do_sample=do_sample, temperature=temperature)
-    _stream(sparse, source, prompt, chat, seed, max_new_tokens=max_new_tokens, **sampling)
+    _stream(sparse, source, prompt, chat, seed, max_new_tokens=max_new_tokens, **sampling, **endless)
 
 
 @app.command()

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from .cli_options import (
     GENERATION,
+    STREAMING,
     CacheTokens,
     CalibrationTexts,
     CalibrationTokens,
@@ -49,7 +50,6 @@ COMMANDS = {
     "/exit": "end, as Ctrl-D does",
 }
 PROMPT_MARK = "> "
-STREAMING = "Endless texts"
 
 
 def chat(

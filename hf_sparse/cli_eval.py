@@ -9,6 +9,7 @@ import typer
 
 from .cli_options import (
     EVALUATION,
+    STREAMING,
     CacheTokens,
     CalibrationTexts,
     CalibrationTokens,
@@ -19,6 +20,8 @@ from .cli_options import (
     HeadDtype,
     MaxPerplexityIncrease,
     Model,
+    NDiscard,
+    NKeep,
     TargetSparsity,
     WeightDtype,
     check_parent,
@@ -28,8 +31,6 @@ from .cli_options import (
     stdout,
     write_json,
 )
-
-STREAMING = "Evaluation of texts without an end"
 
 Texts = Annotated[
     str | None,
@@ -77,13 +78,6 @@ Streaming = Annotated[
 CtxSize = Annotated[
     int | None,
     typer.Option(metavar="COUNT", help="Tokens that the cache holds. Default: 256.", rich_help_panel=STREAMING),
-]
-NKeep = Annotated[
-    int | None, typer.Option(metavar="COUNT", help="First tokens that stay. Default: 4.", rich_help_panel=STREAMING)
-]
-NDiscard = Annotated[
-    int | None,
-    typer.Option(metavar="COUNT", help="Tokens that go at once; -1: half. Default: -1.", rich_help_panel=STREAMING),
 ]
 WindowStep = Annotated[
     int | None,

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 stdout, stderr = Console(), Console(stderr=True)
 
 LOADING, GENERATION, EVALUATION = "Weights and placement", "Generation", "Evaluation"
+STREAMING = "Endless texts"
 WeightDtype = Annotated[
     str,
     typer.Option(
@@ -98,6 +99,22 @@ Temperature = Annotated[
 ]
 Seed = Annotated[
     int | None, typer.Option(metavar="NUMBER", help="Makes sampling repeatable.", rich_help_panel=GENERATION)
+]
+NKeep = Annotated[
+    int | None,
+    typer.Option(
+        metavar="COUNT",
+        help="How many of the first tokens stay when the cache is full. Default: 4.",
+        rich_help_panel=STREAMING,
+    ),
+]
+NDiscard = Annotated[
+    int | None,
+    typer.Option(
+        metavar="COUNT",
+        help="How many of the oldest others go at once; -1: half. Default: -1.",
+        rich_help_panel=STREAMING,
+    ),
 ]
 Chat = Annotated[
     bool | None,

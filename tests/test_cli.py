@@ -109,6 +109,19 @@ def test_a_temperature_samples_and_a_seed_repeats_it(model: Path) -> None:
     assert succeed(*sample, 2).stdout != first
 
 
+def test_run_goes_on_without_an_end(model: Path) -> None:
+    """Beyond the 160 positions that the model has."""
+    options = ["--no-chat", "--no-do-sample", "--max-new-tokens", 200]
+    endless = succeed("run", model, "--prompt", PROMPT, *options, "--ctx-size", 40, "--n-keep", 2, "--n-discard", 5)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    loaded = SparseAutoModelForCausalLM.from_pretrained(model, load_in_4bit=True)
+    inputs = tokenizer(PROMPT, return_tensors="pt")
+    output = loaded.generate(**inputs, do_sample=False, max_new_tokens=200, ctx_size=40, n_keep=2, n_discard=5)
+    text = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert endless.stdout.rstrip("\n") == text.rstrip("\n")
+    assert "n_keep: only with --ctx-size" in error_line("run", model, "--prompt", PROMPT, "--n-keep", 2)
+
+
 def test_plan_calibrates_on_the_text_that_is_given(model: Path, tmp_path: Path) -> None:
     text = tmp_path / "own.txt"
     text.write_text(topics["assignment"])
