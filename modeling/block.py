@@ -380,12 +380,11 @@ class HybridBlock(nn.Module):
         `tiers[0]` until `settle` says otherwise. Nothing is changed where memory runs out, and no memory is needed
         where nothing moves.
         """
-        used = [tiers[position] for position in tier_of.unique().tolist()]
-        if [(s.tier.name, s.tier.device) for s in self.shards] == [(t.name, t.device) for t in used] and all(
-            torch.equal(shard.neurons.cpu().long(), (tier_of == tiers.index(tier)).nonzero().flatten())
-            for shard, tier in zip(self.shards, used, strict=True)
-        ):
-            for shard, tier in zip(self.shards, used, strict=True):
+        of_tiers = ((tier, (tier_of == i).nonzero().flatten().tolist()) for i, tier in enumerate(tiers))
+        wanted = [(tier, neurons) for tier, neurons in of_tiers if neurons]
+        there = [(shard.tier.name, shard.tier.device, shard.neurons.tolist()) for shard in self.shards]
+        if there == [(tier.name, tier.device, neurons) for tier, neurons in wanted]:
+            for shard, (tier, _) in zip(self.shards, wanted, strict=True):
                 shard.tier = tier
             self.primary = tiers[0]
             self.settle(tiers[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 import time
@@ -149,18 +150,24 @@ def run_side_by_side(
     """
     results: dict[int, Callable[[], T]] = {}
     simulated = next((tier for tier in tiers if isinstance(tier, SimulatedTier)), None)
-    for position in sorted(range(len(tiers)), key=lambda i: not tiers[i].accelerates):
-        tier = tiers[position]
-        if isinstance(tier, SimulatedTier):
-            work, read = functools.partial(compute, position), read_bytes(position)
-            results[position] = tier.start(work, read) if len(tiers) > 1 else _known(tier.run(work, read))
-            continue
-        if simulated is not None:
-            simulated.wait(simulated.sync_seconds / 2)
-        results[position] = _known(compute(position))
-        if simulated is not None:
-            simulated.wait(simulated.sync_seconds / 2)
-    return [results[position]() for position in range(len(tiers))]
+    try:
+        for position in sorted(range(len(tiers)), key=lambda i: not tiers[i].accelerates):
+            tier = tiers[position]
+            if isinstance(tier, SimulatedTier):
+                work, read = functools.partial(compute, position), read_bytes(position)
+                results[position] = tier.start(work, read) if len(tiers) > 1 else _known(tier.run(work, read))
+                continue
+            if simulated is not None:
+                simulated.wait(simulated.sync_seconds / 2)
+            results[position] = _known(compute(position))
+            if simulated is not None:
+                simulated.wait(simulated.sync_seconds / 2)
+        return [results[position]() for position in range(len(tiers))]
+    except BaseException:
+        for result in results.values():  # none goes on with what the caller may take back now
+            with contextlib.suppress(Exception):
+                result()
+        raise
 
 
 def _known(value: T) -> Callable[[], T]:

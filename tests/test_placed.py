@@ -196,7 +196,8 @@ def test_moving_leaves_no_hooks_behind(llama: Path) -> None:
         model.set_gpu_budget(budget)
     model.place(Placement((Tier("cpu"),), {id: torch.zeros_like(of) for id, of in model.placement.assignment.items()}))
     assert not model._home_hooks
-    assert all(not m._forward_hooks for m in model.modules() if m is not model)
+    hooks = [hook for m in model.modules() if m is not model for hook in m._forward_hooks.values()]
+    assert all(getattr(hook, "of_hf_sparse", False) for hook in hooks)  # which turn keys of endless texts
     assert model.engine() is not None
     same(logits(load(llama)), logits(model))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from contextvars import ContextVar
 
 import pytest
@@ -149,3 +150,20 @@ def test_a_placement_names_tiers_that_exist() -> None:
         Tier("a", launch_seconds=-1.0)
     with pytest.raises(ValueError, match="flops must be > 0"):
         Tier("a", flops=0.0)
+
+
+def test_a_tier_that_fails_waits_for_the_others() -> None:
+    """What the caller takes back then must not be written to any more."""
+    fast, slow = SimulatedTier("waited for"), Tier("cpu")
+    done: list[int] = []
+
+    def compute(position: int) -> int:
+        if position == 1:
+            raise torch.OutOfMemoryError("no more")
+        time.sleep(0.2)
+        done.append(position)
+        return position
+
+    with pytest.raises(torch.OutOfMemoryError, match="no more"):
+        run_side_by_side((fast, slow), compute, lambda position: lambda: 0.0)
+    assert done == [0]
