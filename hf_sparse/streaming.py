@@ -179,5 +179,8 @@ def _padding(mask: Tensor | None, seen: int, new: Tensor) -> list[int]:
     of_new = mask[:, seen : seen + new.shape[1]].bool()
     pads = of_new.shape[1] - of_new.sum(dim=1)
     if not torch.equal(of_new, torch.arange(of_new.shape[1], device=of_new.device) >= pads[:, None]):
-        raise ValueError("attention_mask: expected padding on the left only, since tokens are appended on the right")
+        raise ValueError(
+            "attention_mask: expected padding on the left only, since tokens are appended on the right; where none is "
+            "given transformers takes every pad_token_id of the text for padding"
+        )
     return pads.tolist()

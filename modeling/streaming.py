@@ -196,7 +196,10 @@ class StreamingLayer(PagedCacheLayer):
         held = self.held or Held((Row(),) * len(key_states))
         pads = self.pads or (0,) * len(key_states)
         if any(padding and row.held for padding, row in zip(pads, held.rows, strict=True)):
-            raise ValueError("attention_mask: padding may come before a row's first token only")
+            raise ValueError(
+                "attention_mask: padding may come before a row's first token only; where no mask is given transformers "
+                "takes every pad_token_id of the text for padding"
+            )
         self._keys, self._values, self.held = keys, values, held
         new = keys.as_stored(key_states), values.as_stored(value_states)
         whole = new if held.longest == 0 else (self._whole(keys, True, new[0]), self._whole(values, False, new[1]))
@@ -288,6 +291,12 @@ class StreamingLayer(PagedCacheLayer):
             return True
         came = now.columns - then.columns
         return all(row.held + came <= self.options.ctx_size for row in then.rows)
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]
+        """What assisted decoding asks before it takes tokens back, as it does at every step: where some were evicted in
+        between, what is left is not what there was. `crop` does what it can."""
+        return False
 
     # For native code and for tiers
 

@@ -144,7 +144,12 @@ class StreamingCache(Cache):
             part.prompting = value
 
     def expect(self, pads: Sequence[int], prompting: bool) -> None:
-        """The next pass has `pads` columns of padding, by row, before the tokens; `prompting`: see `reads_a_prompt`."""
+        """The next pass has `pads` columns of padding, by row, before the tokens; `prompting`: see `reads_a_prompt`.
+
+        Raises ValueError where the cache holds another number of rows.
+        """
+        if self.state is not None and len(self.state.rows) != len(pads):
+            raise ValueError(f"past_key_values: the cache holds {len(self.state.rows)} rows, the batch has {len(pads)}")
         for part in self._parts():
             part.pads, part.prompting = tuple(pads), prompting
 
@@ -255,9 +260,10 @@ class StreamingCache(Cache):
             )
         for i, layer in enumerate(made._parts()):
             of_layer = {name.partition(".")[2]: t for name, t in tensors.items() if name.partition(".")[0] == str(i)}
-            where, sizes, found = f"path: {path}, layer {i}", _kv_sizes(model), tuple(of_layer["keys"].shape[1::2])
-            if found != sizes:
-                raise ValueError(f"{where}: expected KV heads and head_dim {sizes} of the model, got {found}")
+            where, sizes = f"path: {path}, layer {i}", _kv_sizes(model)
+            for found in (tuple(of_layer[name].shape[1::2]) for name in ("keys", "values")):
+                if found != sizes:
+                    raise ValueError(f"{where}: expected KV heads and head_dim {sizes} of the model, got {found}")
             layer.take_tensors(of_layer, held, model.dtype, where)
         return made
 

@@ -167,6 +167,19 @@ def test_a_plain_model_takes_one(model: Any) -> None:
     assert torch.equal(more, streamed(model, ids, 70, n_discard=3))
 
 
+def test_what_a_filled_cache_does_not_go_with(model: Any) -> None:
+    twin, ids = plain_twin(model), prompt_ids(1, 9)
+    with pytest.raises(ValueError, match="requires a cache that can be cropped"):
+        twin.generate(ids, past_key_values=StreamingCache(twin, 24), prompt_lookup_num_tokens=3, **GREEDY)
+    cache = StreamingCache(model, 24)
+    text = model.generate(ids, past_key_values=cache, max_new_tokens=3, **GREEDY)
+    with pytest.raises(ValueError, match="past_key_values: the cache holds 1 rows, the batch has 3"):
+        model.generate(text, past_key_values=cache, num_beams=3, max_new_tokens=3, **GREEDY)
+    longer = torch.cat((text, torch.tensor([[5, 0, 7]])), dim=1)  # with the pad token in it
+    with pytest.raises(ValueError, match="transformers takes every pad_token_id of the text for padding"):
+        model.generate(longer, past_key_values=cache, max_new_tokens=3, **GREEDY)
+
+
 def test_options_in_a_generation_config(model: Any, tmp_path: Path) -> None:
     ids = prompt_ids(1, 9)
     expected = streamed(model, ids)
