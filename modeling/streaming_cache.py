@@ -175,10 +175,14 @@ class StreamingCache(Cache):
         return torch.arange(total) >= total - seen[:, None]
 
     def refuse_padding(self, mask: Any) -> None:
-        """Raises ValueError for an attention mask with padding of which `expect` was told nothing."""
-        held, pads = self.state, self._parts()[0].pads
-        told = bool(pads and any(pads)) or (held is not None and not held.uniform)
-        if isinstance(mask, Tensor) and mask.dim() == 2 and not told and not bool(mask.all()):
+        """Raises ValueError before a pass of which `expect` was told nothing, where `mask` has padding or there was
+        some: positions are then not what a caller takes them for.
+        """
+        held = self.state
+        if self._parts()[0].pads is not None:
+            return
+        uneven = held is not None and (not held.uniform or held.rows[0].position != held.columns)
+        if uneven or (isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask.all())):
             raise ValueError("attention_mask: rows with padding stream in hf_sparse's generate only")
 
     @property

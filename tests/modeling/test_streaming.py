@@ -403,6 +403,12 @@ def test_padding_that_nobody_told_of(saved: Save) -> None:
         mask[1, :3] = 0
         with pytest.raises(ValueError, match="attention_mask: rows with padding stream in hf_sparse's generate only"):
             model(ids, attention_mask=mask, past_key_values=StreamingCache(model, 24))
+        for rows in (slice(0, 2), slice(1, 2)):
+            cache = StreamingCache(model, 24)
+            options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 4, "eos_token_id": None, "pad_token_id": 0}
+            text = model.generate(ids[rows], attention_mask=mask[rows], past_key_values=cache, **options)
+            with pytest.raises(ValueError, match="attention_mask: rows with padding"):
+                model(text[:, -2:], past_key_values=cache)
 
 
 def test_learned_positions_outside_of_generate(saved: Save, tmp_path: Path) -> None:
