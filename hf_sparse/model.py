@@ -28,7 +28,6 @@ from hf_sparse.modeling import (
     PackedHead,
     PagedCacheLayer,
     SkipRule,
-    StreamingCache,
     engine_of,
     family_of,
     hybrid_blocks,
@@ -36,6 +35,7 @@ from hf_sparse.modeling import (
     skipping_mode,
     turn_exactly,
     use_pages,
+    watch_passes,
 )
 
 from .checkpoint import Checkpoint, open_checkpoint
@@ -330,8 +330,6 @@ def note_forward_pass(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
         (t for t in (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if isinstance(t, Tensor)), None
     )
     cache = kwargs.get("cache", kwargs.get("past_key_values"))
-    if isinstance(cache, StreamingCache):
-        cache.refuse_padding(kwargs.get("attention_mask"))
     note_forward(0 if tokens is None else tokens.shape[1], 0 if cache is None else int(cache.get_seq_length()))
 
 
@@ -368,6 +366,7 @@ def as_sparse(model: PreTrainedModel) -> SparseMixin:
     model.__class__ = sparse_class(type(model))  # type: ignore[arg-type]
     decoder_of(model).register_forward_pre_hook(note_forward_pass, with_kwargs=True)
     turn_exactly(model)
+    watch_passes(decoder_of(model))
     return model  # type: ignore[return-value]
 
 

@@ -27,7 +27,7 @@ from .rules import (
     skipping_mode,
 )
 from .streaming import StreamingLayer, StreamingOptions
-from .streaming_cache import StreamingCache, max_positions
+from .streaming_cache import StreamingCache, max_positions, watch_passes
 from .tiers import SimulatedTier, streams_weights
 
 __all__ = [
@@ -73,4 +73,5 @@ __all__ = [
     "swap_blocks",
     "turn_exactly",
     "use_pages",
+    "watch_passes",
 ]

@@ -133,20 +133,18 @@ _streamed: ContextVar[dict[str | None, Rotation] | None] = ContextVar("hf_sparse
 
 
 def turn_exactly(model: nn.Module) -> None:
-    """From now on `model` turns queries and keys by exact angles whenever it is given a StreamingCache. A model without
-    rotary positions is left as it is.
+    """From now on `model` turns queries and keys by exact angles whenever it is given a StreamingCache. A model that
+    does already, and one without rotary positions, are left as they are.
     """
     try:
         rotary, owner = rotary_of(model)
     except ValueError:
         return
+    if _exact_tables in rotary._forward_hooks.values():
+        return
     owner.register_forward_pre_hook(_note_cache, with_kwargs=True)
     owner.register_forward_hook(_forget_cache, always_call=True)
     rotary.register_forward_hook(_exact_tables, with_kwargs=True)
-
-
-def turns_exactly(model: nn.Module) -> bool:
-    return any(_exact_tables in module._forward_hooks.values() for module in model.modules())
 
 
 def _note_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -286,11 +286,12 @@ class StreamingLayer(PagedCacheLayer):
         through a model does only if it has more tokens than there is room.
         """
         then, now = state[0], self.held
+        if then is not None and now is not None:
+            came = now.columns - then.columns
+            if any(row.held + came > self.options.ctx_size for row in then.rows):
+                return False
         self.held, self.pads, self.stale = state
-        if then is None or now is None:
-            return True
-        came = now.columns - then.columns
-        return all(row.held + came <= self.options.ctx_size for row in then.rows)
+        return True
 
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from .rotation import Rotation, rotations_of, turns_exactly
+from .rotation import Rotation, rotations_of, turn_exactly
 from .streaming import Held, Row, StreamingLayer, StreamingOptions
 
 ROTARY = (
@@ -26,7 +26,6 @@ ROTARY = (
 )
 ALIBI = ("bloom", "mpt")  # and falcon, if its config says so
 LEARNED = ("opt", "gpt2")
-GROWING = ("dynamic", "longrope")  # frequencies that change with the length
 FORMAT = "hf_sparse.streaming_cache.1"
 MOST_TOKENS = 1 << 48  # of a text: positions stay exact in float64
 
@@ -37,8 +36,8 @@ class StreamingCache(Cache):
 
     `model.generate(..., ctx_size=...)` of hf_sparse makes one by itself. A plain transformers model with rotary
     positions takes one as `past_key_values`, in `generate` or in a loop of one's own: positions go on as if nothing had
-    been evicted. Its angles are then transformers' own, in float32: some thousandths of a radian off after 50,000
-    tokens. `turn_exactly(model)` mends that. Rows with padding need hf_sparse's `generate`.
+    been evicted, and what has more tokens than there is room is computed in one pass before some go. Rows with padding
+    need hf_sparse's `generate`.
     """
 
     def __init__(
@@ -50,7 +49,8 @@ class StreamingCache(Cache):
         dtype: torch.dtype | None = None,
         reevaluates: bool = False,
     ) -> None:
-        """For `model`, of which nothing is kept. `dtype`: of what is cached, as in PagedCacheLayer. `reevaluates`: the
+        """For `model`, of which nothing is kept; it gets hooks that see to exact angles and look at masks, and do
+        nothing with other caches. `dtype`: of what is cached, as in PagedCacheLayer. `reevaluates`: the
         caller sees to learned positions, see `stale`.
 
         Raises ValueError for options that do not go together, a `ctx_size` beyond the model's positions and a model
@@ -64,16 +64,18 @@ class StreamingCache(Cache):
             raise ValueError(f"{self.options}: expected a ctx_size of at most the model's {positions} positions")
         if self.positions_are == "learned" and not reevaluates:
             raise ValueError(
-                f"model: {config.model_type} has learned positions, which its keys cannot be rid of; hf_sparse's "
-                "generate(ctx_size=...) streams it, by computing the kept tokens anew"
+                f"model: {config.model_type} has learned positions, which its keys cannot be rid of; models that "
+                "hf_sparse loads are streamed by generate(ctx_size=...), which computes the kept tokens anew"
             )
+        turn_exactly(model)
+        if not any(_before_pass in module._forward_pre_hooks.values() for module in model.modules()):
+            watch_passes(model.base_model)
         count = config.num_hidden_layers
         self.rotations: dict[str | None, Rotation] = {}
         of_layers: list[Rotation | None] = [None] * count
         if self.positions_are == "rotary":
             attention = _attention_modules(model, count)
             self.rotations = rotations_of(model, ctx_size, attention[0])
-            _check_frequencies(model, config)
             for i, module in enumerate(attention):
                 if _turns(module):
                     of_layers[i] = self.rotations[None if None in self.rotations else config.layer_types[i]]
@@ -124,9 +126,7 @@ class StreamingCache(Cache):
 
         Raises ValueError where layers hold different tokens.
         """
-        parts = self._parts()
-        if any(part.held != parts[0].held for part in parts):
-            raise ValueError("past_key_values: a pass through the model has failed halfway: begin with a new cache")
+        self._check_whole()
         self.prompting = True
         try:
             yield
@@ -174,16 +174,29 @@ class StreamingCache(Cache):
         seen = torch.tensor([row.held + columns - padding for row, padding in zip(held.rows, pads, strict=True)])
         return torch.arange(total) >= total - seen[:, None]
 
-    def refuse_padding(self, mask: Any) -> None:
-        """Raises ValueError before a pass of which `expect` was told nothing, where `mask` has padding or there was
-        some: positions are then not what a caller takes them for.
+    def before_pass(self, mask: Any) -> None:
+        """Raises ValueError where layers hold different tokens, and, if `expect` was told nothing of the pass that
+        comes, where `mask` has padding or there was some: positions are then not what a caller takes them for.
         """
+        self._check_whole()
         held = self.state
         if self._parts()[0].pads is not None:
             return
         uneven = held is not None and (not held.uniform or held.rows[0].position != held.columns)
         if uneven or (isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask.all())):
-            raise ValueError("attention_mask: rows with padding stream in hf_sparse's generate only")
+            raise ValueError(
+                "attention_mask: rows with padding stream in generate() of a model that hf_sparse loaded only"
+            )
+
+    def _check_whole(self) -> None:
+        parts = self._parts()
+        if any(part.held != parts[0].held for part in parts):
+            raise ValueError("past_key_values: a pass through the model has failed halfway: begin with a new cache")
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Takes `-tokens_to_remove` tokens off the end, see StreamingLayer."""
+        self._check_whole()
+        super().crop(tokens_to_remove)
 
     @property
     def stale(self) -> bool:
@@ -218,6 +231,7 @@ class StreamingCache(Cache):
         """Writes what the cache holds to one safetensors file, aside and then renamed. `metadata`: further texts."""
         if self.state is None:
             raise ValueError("save: the cache is empty")
+        self._check_whole()
         if self.positions_are == "learned":
             raise ValueError("save: a cache of learned positions is good for nothing once a token has gone")
         tensors: dict[str, Tensor] = {}
@@ -281,7 +295,7 @@ def positions_of(config: Any) -> str:
         return "alibi"
     if kind in ROTARY or kind == "falcon":
         return "rotary"
-    known = ", ".join((*ROTARY, "falcon", *ALIBI, *LEARNED))
+    known = ", ".join((*ROTARY, "falcon", *ALIBI))
     raise ValueError(f"model: it is not known how positions of {kind!r} stream; expected one of {known}")
 
 
@@ -308,14 +322,22 @@ def _turns(attention: Any) -> bool:
     return bool(getattr(attention, "use_rope", True))
 
 
-def _check_frequencies(model: Any, config: Any) -> None:
-    parameters = getattr(config, "rope_parameters", None) or {}
-    kinds = {str(of.get("rope_type")) for of in (parameters, *parameters.values()) if isinstance(of, dict)}
-    if kinds & set(GROWING) and not turns_exactly(model):
-        raise ValueError(
-            f"model: its frequencies change with the length (rope_type {', '.join(sorted(kinds & set(GROWING)))}), and "
-            "a plain model counts positions beyond ctx_size; call turn_exactly(model) first, or load it with hf_sparse"
-        )
+def watch_passes(decoder: nn.Module) -> None:
+    """From now on what is passed to `decoder` with a StreamingCache is looked at: see `StreamingCache.before_pass`."""
+    decoder.register_forward_pre_hook(_before_pass, with_kwargs=True)
+
+
+def _before_pass(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    cache = kwargs.get("cache", kwargs.get("past_key_values"))
+    if not isinstance(cache, StreamingCache):
+        return None
+    cache.before_pass(mask := kwargs.get("attention_mask"))
+    if isinstance(mask, Tensor) and mask.dim() == 2 and bool(mask.all()):
+        kwargs["attention_mask"] = None  # it may be as long as the text
+    return args, kwargs
+
+
+_before_pass.of_hf_sparse = True  # type: ignore[attr-defined]  # see Engine.observed
 
 
 def _kv_sizes(model: Any) -> tuple[int, int]:
@@ -339,7 +361,7 @@ def _read(text: str, path: Path) -> tuple[StreamingOptions, Held]:
             raise ValueError("expected whole numbers of at least 0")
         if any(row.held >= options.ctx_size or row.first >= options.ring for row in rows):
             raise ValueError("a row holds more than ctx_size")
-        if any(row.position > about["columns"] or row.position > MOST_TOKENS for row in rows):
+        if about["columns"] > MOST_TOKENS or any(row.position > about["columns"] for row in rows):
             raise ValueError("a row is longer than the text, or than any")
         if any(row.first != row.evicted % options.ring or row.held < options.n_keep for row in rows if row.evicted):
             raise ValueError("what a row holds does not follow from what it evicted")

@@ -20,7 +20,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine_steps import Save
 from hf_sparse import SparseAutoModelForCausalLM, WeightOnlyQuantConfig
-from hf_sparse.modeling import Placement, StreamingCache, StreamingOptions, Tier, hybrid_blocks, turn_exactly
+from hf_sparse.modeling import (
+    HybridMLP,
+    Placement,
+    SimulatedTier,
+    StreamingCache,
+    StreamingOptions,
+    Tier,
+    hybrid_blocks,
+)
 from hf_sparse.modeling.streaming import Row, stored
 from hf_sparse.quantization import instruction_sets
 from tiny_models import CASES, VOCABULARY, plain_twin, prompt_ids
@@ -144,10 +152,6 @@ def test_scaled_rotations(saved: Save, kind: str) -> None:
     twin = plain_twin(model)
     expected = reference_logits(twin, ids, Reference(twin, 40, 4, 9))
     same(logits(model, ids, StreamingCache(model, 40, 4, 9)), expected, 2e-5)
-    if kind == "dynamic":
-        with pytest.raises(ValueError, match="turn_exactly"):
-            StreamingCache(twin, 40, 4, 9)
-        turn_exactly(twin)
     same(logits(twin, ids, StreamingCache(twin, 40, 4, 9)), expected)
 
 
@@ -164,7 +168,6 @@ def test_factors_for_short_and_long_texts(ctx_size: int) -> None:
     }
     fields = {"original_max_position_embeddings": 40, "rope_parameters": rope, "eos_token_id": 2}
     model = plain("phi3", {"num_key_value_heads": 3, "intermediate_size": 88, **fields})
-    turn_exactly(model)
     short, long = (copy.deepcopy(model) for _ in range(2))
     factors = "short_factor" if ctx_size == 20 else "long_factor"
     only = copy.deepcopy(model.config)
@@ -397,12 +400,18 @@ def test_states_of_another_shape(streamed: Any) -> None:
 
 
 def test_padding_that_nobody_told_of(saved: Save) -> None:
-    for case in ("llama", "bloom"):
-        model, ids = load(saved(case)), prompt_ids(2, 9)
+    for case in ("llama", "bloom", "plain"):
+        model, ids = load(saved("llama" if case == "plain" else case)), prompt_ids(2, 9)
+        if case == "plain":
+            model = plain_twin(model)
         mask = torch.ones_like(ids)
         mask[1, :3] = 0
-        with pytest.raises(ValueError, match="attention_mask: rows with padding stream in hf_sparse's generate only"):
+        with pytest.raises(ValueError, match="attention_mask: rows with padding stream in generate"):
             model(ids, attention_mask=mask, past_key_values=StreamingCache(model, 24))
+        if case == "plain":
+            with pytest.raises(ValueError, match="attention_mask: rows with padding stream in generate"):
+                model.generate(ids, attention_mask=mask, past_key_values=StreamingCache(model, 24), max_new_tokens=3)
+            continue
         for rows in (slice(0, 2), slice(1, 2)):
             cache = StreamingCache(model, 24)
             options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 4, "eos_token_id": None, "pad_token_id": 0}
@@ -421,3 +430,42 @@ def test_learned_positions_outside_of_generate(saved: Save, tmp_path: Path) -> N
         logits(model, prompt_ids(1, 1), cache)
     with pytest.raises(ValueError, match="save: a cache of learned positions"):
         cache.save(tmp_path / "cache.safetensors")
+
+
+@pytest.mark.parametrize("case", ["llama", "bloom", "falcon-rw"])
+def test_a_mask_of_ones_may_be_as_long_as_the_text(saved: Save, case: str) -> None:
+    model, ids = load(saved(case)), prompt_ids(1, 60)
+    expected = logits(model, ids, StreamingCache(model, 24))
+    for tried in (model, plain_twin(model)):
+        cache = StreamingCache(tried, 24)
+        for i, token in enumerate(ids.unbind(1)):
+            with torch.no_grad():
+                mask = torch.ones(1, i + 1, dtype=torch.int64)
+                found = tried(input_ids=token[:, None], attention_mask=mask, past_key_values=cache).logits[:, -1]
+            same(found, expected[:, i], 2e-5)
+
+
+def test_a_pass_that_cannot_be_taken_back(saved: Save, tmp_path: Path, monkeypatch: Any) -> None:
+    """More tokens than there is room overwrite what was held: the cache does not go on."""
+    model = load(saved("bloom"), tiers=(SimulatedTier("gpu", budget=100_000, bandwidth=1e12), Tier("cpu")))
+    ids, cache = prompt_ids(1, 90), StreamingCache(model, 24)
+    logits(model, ids[:, :50], cache)
+    forward, calls = HybridMLP.forward, []
+
+    def fails(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("no more")
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(HybridMLP, "forward", fails)
+    with torch.no_grad(), pytest.raises(torch.OutOfMemoryError):
+        model(ids[:, 50:], past_key_values=cache)
+    monkeypatch.undo()
+    for going_on in (
+        lambda: logits(model, ids[:, :1], cache),
+        lambda: cache.crop(-1),
+        lambda: cache.save(tmp_path / "cache.safetensors"),
+    ):
+        with pytest.raises(ValueError, match="a pass through the model has failed halfway"):
+            going_on()
