@@ -89,8 +89,9 @@ class StreamingEvaluation:
         return self.ctx_size + rest * which // 4, self.ctx_size + rest * (which + 1) // 4
 
     def running(self, curve: Curve) -> list[tuple[int, float]]:
-        """(place, perplexity of the STRETCH tokens before it)."""
-        ends = range(STRETCH, self.tokens + 1, STRETCH // 2)
+        """(place, perplexity of the STRETCH tokens before it), as far as the curve goes."""
+        step = max(1, curve.places[-1] // len(curve.places))
+        ends = [end for end in range(STRETCH, self.tokens + 1, STRETCH // 2) if end <= curve.places[-1] + step]
         found = [(end, curve.perplexity(end - STRETCH, end)) for end in ends]
         return [(end, value) for end, value in found if not math.isnan(value)]
 
@@ -113,6 +114,7 @@ class StreamingEvaluation:
         """Writes the running perplexities as a picture. Raises ImportError without matplotlib."""
         try:
             from matplotlib.figure import Figure
+            from matplotlib.ticker import LogFormatter
         except ImportError as error:
             raise ImportError("plot: needs matplotlib: pip install 'hf_sparse[plots]'") from error
         figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -126,6 +128,8 @@ class StreamingEvaluation:
             title=f"Running perplexity, cache of {self.ctx_size} tokens",
             yscale="log",
         )
+        for axis in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+            axis(LogFormatter(minor_thresholds=(2, 1)))  # 20, not 2 x 10^1
         axes.grid(alpha=0.3, which="both")
         axes.legend()
         aside = file.with_name(f".{file.name}")
