@@ -8,6 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run side by side: two poo
 os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
 
 import importlib
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,14 @@ def script_module() -> Iterator[Callable[[str], Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(Path(__file__).parents[1] / "scripts")
         yield importlib.import_module
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT as Python has it: a shell ignores it for what runs in the background, tests too."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

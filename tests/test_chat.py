@@ -39,6 +39,8 @@ from hf_sparse.log import warn_once
 from hf_sparse.modeling import SimulatedTier, Tier
 from tiny_models import VOCABULARY, save_checkpoint
 
+pytestmark = pytest.mark.usefixtures("interruptible")
+
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -29,6 +29,8 @@ TEMPLATE = (
 QUICK = ("--calibration-tokens", 64, "--max-perplexity-increase", 0, "--no-do-sample")
 COMMANDS = "/reset, /save FILE, /load FILE, /stats, /help, /exit"
 
+pytestmark = pytest.mark.usefixtures("interruptible")
+
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
