@@ -207,8 +207,10 @@ def _command(talk: Chat, line: str) -> None:
         _tell(f"Saved {talk.ids.shape[1]} tokens in {file}")
     elif name == "/load":
         file = _file(name, rest)
+        before = talk.options
         talk.load(file)
-        _tell(f"Loaded {talk.ids.shape[1]} tokens from {file}")
+        changed = "" if talk.options == before else f"; it goes on with its own {talk.options}"
+        _tell(f"Loaded {talk.ids.shape[1]} tokens from {file}{changed}")
     elif name == "/stats":
         stdout.print(_table(talk))
     elif name == "/help":

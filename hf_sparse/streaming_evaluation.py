@@ -98,7 +98,9 @@ class StreamingEvaluation:
     def __rich__(self) -> Table:
         options = f"ctx_size={self.ctx_size}, n_discard={self.n_discard}"
         title = f"{self.tokens:,} tokens of {self.texts}, one at a time; {options}"
-        table = Table(title=title, caption=f"weights: {self.weights}, no rules")
+        table = Table(
+            title=title, caption=f"weights: {self.weights}, no rules; by window: on the tokens that both predicted"
+        )
         for heading in ("cache", "tokens", "perplexity", "by window", "first 1/4", "last 1/4", "tokens/s"):
             table.add_column(heading, justify="left" if heading == "cache" else "right", no_wrap=True)
         for curve in self.curves:

@@ -85,6 +85,9 @@ class StreamingCache(Cache):
             [StreamingLayer(self.options, rotation, by_position, dtype, learned) for rotation in of_layers]
         )
 
+    def __repr__(self) -> str:
+        return f"StreamingCache({self.options}, held={self.held}, evicted={self.evicted}, layers={len(self.layers)})"
+
     def _parts(self) -> list[StreamingLayer]:
         return [part for layer in self.layers for part in getattr(layer, "parts", [layer])]
 
