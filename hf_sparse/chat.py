@@ -226,7 +226,7 @@ class Chat:
         """`cache`, of which all layers have then seen the same, at most the first `tokens` of the conversation. An
         empty one where an interruption left what cannot be mended: the conversation is then computed anew.
         """
-        parts = _parts(cache)
+        parts: list[Any] = cache.parts()
         common = min([tokens, *(0 if part.held is None else part.held.columns for part in parts)])
         if common == 0:
             return self._empty_cache()
@@ -425,11 +425,6 @@ def _stop_ids(model: Any, tokenizer: Any, generation: dict[str, Any]) -> tuple[i
         found = [config.eos_token_id, tokenizer.eos_token_id]
     each = (torch.as_tensor(ids).flatten().tolist() for ids in found if ids is not None)
     return tuple(dict.fromkeys(int(id) for ids in each for id in ids))
-
-
-def _parts(cache: StreamingCache) -> list[Any]:
-    """Its layers, and of those that are split the parts."""
-    return [part for layer in cache.layers for part in getattr(layer, "parts", [layer])]
 
 
 def _passed(cache: StreamingCache) -> int:

@@ -53,7 +53,7 @@ def perplexity(model: PreTrainedModel, rows: Tensor, mode: Skipping) -> float:
             for row, targets in zip(logits, batch[:, 1:], strict=True):
                 total += float(torch.nn.functional.cross_entropy(row.float(), targets, reduction="sum"))
                 count += targets.numel()
-    return _exp(total / count)
+    return exponential(total / count)
 
 
 def bytes_per_token(model: PreTrainedModel, rules: bool = True) -> int:
@@ -106,7 +106,7 @@ class Evaluation:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values. A number that is not finite, which JSON has no word for, is a text that float() reads."""
-        return _json(asdict(self))
+        return json_values(asdict(self))
 
     def __rich__(self) -> Group:
         table = Table(title=f"{self.tokens:,} tokens of {self.texts}, in windows of {self.window}")
@@ -296,7 +296,7 @@ def _compare(
     for pair in pairs:
         kl = divergence[pair] / count
         differences.append(Difference(*pair, math.nan if math.isnan(kl) else agreed[pair] / count, kl))
-    return {name: _exp(total / count) for name, total in loss.items()}, tuple(differences)
+    return {name: exponential(total / count) for name, total in loss.items()}, tuple(differences)
 
 
 def _logits(model: Any, batch: Tensor, mode: Skipping) -> Tensor:
@@ -305,7 +305,7 @@ def _logits(model: Any, batch: Tensor, mode: Skipping) -> Tensor:
         return model(batch.to(model.device), use_cache=False).logits[:, :-1].flatten(0, 1)
 
 
-def _exp(value: float) -> float:
+def exponential(value: float) -> float:
     try:
         return math.exp(value)
     except OverflowError:
@@ -321,9 +321,9 @@ def _label(name: str) -> str:
     return name.replace("_", " ")
 
 
-def _json(value: Any) -> Any:
+def json_values(value: Any) -> Any:
     if isinstance(value, dict):
-        return {str(key): _json(item) for key, item in value.items()}
+        return {str(key): json_values(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_json(item) for item in value]
+        return [json_values(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from hf_sparse.modeling import StreamingOptions, max_positions, skipping
 
-from .evaluation import text_stream, vocabulary_size, weights_of
+from .evaluation import exponential, json_values, text_stream, vocabulary_size, weights_of
 
 STRETCH = 1000  # tokens of which a running perplexity is the mean
 WINDOWS_AT_ONCE = 8
@@ -39,7 +39,7 @@ class Curve:
         chosen = [
             x for at, x in zip(self.places, self.losses, strict=True) if at >= start and (stop is None or at < stop)
         ]
-        return _exp(sum(chosen) / len(chosen)) if chosen else math.nan
+        return exponential(sum(chosen) / len(chosen)) if chosen else math.nan
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,12 @@ class StreamingEvaluation:
             return math.nan
         of_curve = dict(zip(curve.places, curve.losses, strict=True))
         pairs = [(of_curve[at], x) for at, x in zip(window.places, window.losses, strict=True) if at in of_curve]
-        return _exp(sum(a - b for a, b in pairs) / len(pairs)) if pairs else math.nan
+        return exponential(sum(a - b for a, b in pairs) / len(pairs)) if pairs else math.nan
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values: the table's figures and the running perplexities."""
+        """JSON values: the table's figures and the running perplexities. A number that is not finite, which JSON has no
+        word for, is a text that float() reads.
+        """
         rows = [
             {
                 "name": curve.name,
@@ -81,7 +83,8 @@ class StreamingEvaluation:
             for curve in self.curves
         ]
         fields = {field: getattr(self, field) for field in ("texts", "tokens", "ctx_size", "n_discard", "weights")}
-        return _finite({**fields, "rows": rows})
+        result: dict[str, Any] = json_values({**fields, "rows": rows})
+        return result
 
     def quarter(self, which: int) -> tuple[int, int]:
         """Places of a quarter of the text, after as many tokens as the cache holds."""
@@ -217,16 +220,3 @@ def _windows(model: Any, ids: Tensor, ctx_size: int, step: int, bar: Any) -> tup
         losses += (logits.logsumexp(1) - logits.gather(1, ids[some][:, None])[:, 0]).tolist()
         bar.update(len(some) * step)
     return places, losses
-
-
-def _exp(value: float) -> float:
-    return math.exp(min(value, 700.0))  # beyond it is beyond float
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no word for numbers that are not finite."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -136,14 +136,9 @@ class HybridAttention(HybridBlock):
         config = getattr(module, "config", None)
         heads = getattr(config, "num_attention_heads", None) or module.num_heads
         head_dim = getattr(module, "head_dim", None) or self.width_of("output") // heads
-        cached = self._cached_heads(config, heads)
+        cached = cached_heads(config, heads)
         scales = 4 if dtype == torch.int8 else 0
         return -(-2 * cached // self.neurons) * (head_dim * dtype.itemsize + scales)
-
-    def _cached_heads(self, config: Any, heads: int) -> int:
-        if getattr(config, "model_type", None) == "falcon":  # which repeats keys for each query head
-            return heads if config.new_decoder_architecture or not config.multi_query else 1
-        return getattr(config, "num_key_value_heads", None) or heads
 
     def read_share_of(self, name: str, matrix: NeuronMatrix | InputMatrix, counters: Tensor | None = None) -> float:
         if name == "q_proj" and self.predictor_in_use is not None:
@@ -275,6 +270,13 @@ class HybridAttention(HybridBlock):
         whole = torch.cat([part.to(parts[0].device) for part in parts], dim=1)  # type: ignore[union-attr]
         heads = torch.cat([self._query_heads(shard, whole.shape[1]).to(whole.device) for shard in self.shards])
         return whole[:, heads.argsort()]
+
+
+def cached_heads(config: Any, heads: int) -> int:
+    """Heads whose keys a layer with `heads` query heads caches."""
+    if getattr(config, "model_type", None) == "falcon":  # which repeats keys for each query head
+        return heads if config.new_decoder_architecture or not config.multi_query else 1
+    return getattr(config, "num_key_value_heads", None) or heads
 
 
 @functools.cache

@@ -226,7 +226,7 @@ class CacheStates:
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
         self._layers: list[Any] = list(cache.layers)
-        self._states = [[_state_of(part) for part in _parts_of(layer)] for layer in self._layers]
+        self._states = [[_state_of(part) for part in parts_of(layer)] for layer in self._layers]
 
     def restore(self) -> bool:
         """False where a layer cannot forget: one that overwrites a window in place."""
@@ -234,7 +234,7 @@ class CacheStates:
         self._cache.layers[:] = self._layers
         found = True
         for layer, states in zip(self._layers, self._states, strict=True):
-            for part, state in zip(_parts_of(layer), states, strict=True):
+            for part, state in zip(parts_of(layer), states, strict=True):
                 found &= _restored(part, state)
         return found
 
@@ -242,7 +242,7 @@ class CacheStates:
 _State = tuple[Any, "dict[str, Any] | None"]  # how many tokens, and all attributes where they cannot be cut off again
 
 
-def _parts_of(layer: Any) -> list[Any]:
+def parts_of(layer: Any) -> list[Any]:
     return layer.parts if isinstance(layer, TieredCacheLayer) else [layer]
 
 

@@ -17,6 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from .attention import cached_heads
+from .cache import parts_of
 from .rotation import Rotation, rotations_of, turn_exactly
 from .streaming import Held, Row, StreamingLayer, StreamingOptions
 
@@ -88,13 +90,14 @@ class StreamingCache(Cache):
     def __repr__(self) -> str:
         return f"StreamingCache({self.options}, held={self.held}, evicted={self.evicted}, layers={len(self.layers)})"
 
-    def _parts(self) -> list[StreamingLayer]:
-        return [part for layer in self.layers for part in getattr(layer, "parts", [layer])]
+    def parts(self) -> list[StreamingLayer]:
+        """The layers, and of those that are split between tiers the parts."""
+        return [part for layer in self.layers for part in parts_of(layer)]
 
     @property
     def state(self) -> Held | None:
         """What all layers hold; None before the first token."""
-        return self._parts()[0].held
+        return self.parts()[0].held
 
     @property
     def held(self) -> tuple[int, ...]:
@@ -118,7 +121,7 @@ class StreamingCache(Cache):
         return self.options.ctx_size - max(self.held, default=0)
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        held = self._parts()[layer_idx].held if layer_idx < len(self.layers) else None
+        held = self.parts()[layer_idx].held if layer_idx < len(self.layers) else None
         return 0 if held is None else held.longest
 
     # What a caller sees to who knows of padding and of prompts
@@ -134,16 +137,16 @@ class StreamingCache(Cache):
         try:
             yield
         finally:
-            for part in self._parts():
+            for part in self.parts():
                 part.pads, part.prompting = None, False
 
     @property
     def prompting(self) -> bool:
-        return self._parts()[0].prompting
+        return self.parts()[0].prompting
 
     @prompting.setter
     def prompting(self, value: bool) -> None:
-        for part in self._parts():
+        for part in self.parts():
             part.prompting = value
 
     def expect(self, pads: Sequence[int], prompting: bool) -> None:
@@ -153,12 +156,12 @@ class StreamingCache(Cache):
         """
         if self.state is not None and len(self.state.rows) != len(pads):
             raise ValueError(f"past_key_values: the cache holds {len(self.state.rows)} rows, the batch has {len(pads)}")
-        for part in self._parts():
+        for part in self.parts():
             part.pads, part.prompting = tuple(pads), prompting
 
     def positions(self, columns: int, batch: int) -> Tensor:
         """int64 [batch, columns]: of the tokens that come next, after what `expect` was told; 0 for padding."""
-        part = self._parts()[0]
+        part = self.parts()[0]
         rows = (Row(),) * batch if part.held is None else part.held.rows
         pads = part.pads or (0,) * batch
         starts = torch.tensor([row.position - padding for row, padding in zip(rows, pads, strict=True)])
@@ -168,7 +171,7 @@ class StreamingCache(Cache):
         """bool [batch, held + columns], as an attention mask: false where rows are shorter than the longest. None where
         none is.
         """
-        part = self._parts()[0]
+        part = self.parts()[0]
         held = part.held or Held((Row(),) * batch)
         pads = part.pads or (0,) * batch
         if held.uniform and not any(pads):
@@ -183,7 +186,7 @@ class StreamingCache(Cache):
         """
         self._check_whole()
         held = self.state
-        if self._parts()[0].pads is not None:
+        if self.parts()[0].pads is not None:
             return
         uneven = held is not None and (not held.uniform or held.rows[0].position != held.columns)
         if uneven or (isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask.all())):
@@ -192,7 +195,7 @@ class StreamingCache(Cache):
             )
 
     def _check_whole(self) -> None:
-        parts = self._parts()
+        parts = self.parts()
         if any(part.held != parts[0].held for part in parts):
             raise ValueError("past_key_values: a pass through the model has failed halfway: begin with a new cache")
 
@@ -204,7 +207,7 @@ class StreamingCache(Cache):
     @property
     def stale(self) -> bool:
         """Whether positions are learned, and the tokens that stay have to be computed at their new ones."""
-        return self._parts()[0].stale
+        return self.parts()[0].stale
 
     def reevaluated(self, past: Tensor, new: Tensor, mask: Tensor | None, pads: Sequence[int]) -> Tensor:
         """Forgets all and returns the ids to go on with: of the text `past` [batch, columns], with `mask` [batch,
@@ -221,7 +224,7 @@ class StreamingCache(Cache):
         for i, ids in enumerate(kept):
             padded[i, state.longest - len(ids) :] = ids
         self.reevaluated_tokens += sum(map(len, kept))
-        for part in self._parts():
+        for part in self.parts():
             part.restart()
         self.expect(
             [state.longest - len(ids) + padding for ids, padding in zip(kept, pads, strict=True)], self.prompting
@@ -279,7 +282,7 @@ class StreamingCache(Cache):
             raise ValueError(
                 f"path: {path} holds other tensors than {len(made.layers)} layers of {dtype or 'any dtype'}"
             )
-        for i, layer in enumerate(made._parts()):
+        for i, layer in enumerate(made.parts()):
             of_layer = {name.partition(".")[2]: t for name, t in tensors.items() if name.partition(".")[0] == str(i)}
             where, sizes = f"path: {path}, layer {i}", _kv_sizes(model)
             for found in (tuple(of_layer[name].shape[1::2]) for name in ("keys", "values")):
@@ -347,10 +350,7 @@ def _kv_sizes(model: Any) -> tuple[int, int]:
     """KV heads and head_dim of what the model caches."""
     config = model.config.get_text_config(decoder=True)
     heads: int = config.num_attention_heads
-    head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
-    if config.model_type == "falcon":  # which repeats keys for each query head
-        return (heads if config.new_decoder_architecture or not config.multi_query else 1), head_dim
-    return getattr(config, "num_key_value_heads", None) or heads, head_dim
+    return cached_heads(config, heads), getattr(config, "head_dim", None) or config.hidden_size // heads
 
 
 def _read(text: str, path: Path) -> tuple[StreamingOptions, Held]:
