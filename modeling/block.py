@@ -377,11 +377,9 @@ class HybridBlock(nn.Module):
 
     def place(self, tiers: Sequence[Tier], tier_of: Tensor) -> None:
         """Moves each neuron to `tiers[tier_of[neuron]]`; `tier_of` is int64 [neurons]. Hidden states are at home on
-        `tiers[0]` until `settle` says otherwise. Nothing is changed where memory runs out, and no memory is needed
-        where nothing moves.
+        `tiers[0]` until `settle` says otherwise. Memory that runs out changes nothing; what stays needs none.
         """
-        of_tiers = ((tier, (tier_of == i).nonzero().flatten().tolist()) for i, tier in enumerate(tiers))
-        wanted = [(tier, neurons) for tier, neurons in of_tiers if neurons]
+        wanted = [(tiers[i], (tier_of == i).nonzero().flatten().tolist()) for i in tier_of.unique().tolist()]
         there = [(shard.tier.name, shard.tier.device, shard.neurons.tolist()) for shard in self.shards]
         if there == [(tier.name, tier.device, neurons) for tier, neurons in wanted]:
             for shard, (tier, _) in zip(self.shards, wanted, strict=True):
