@@ -12,13 +12,15 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers.utils.hub import cached_file
 
 from hf_sparse.modeling import Placement, Tier, WeightFormat, family_of, hybrid_blocks, swap_blocks
 
 from .calibration import calibrate
-from .checkpoint import open_checkpoint
+from .checkpoint import Checkpoint, open_checkpoint
 from .config import CACHE_DTYPES, SparseConfig, WeightOnlyQuantConfig
 from .gguf_header import read_gguf_header
+from .hub import PLAN_FILES, fetch_plan, is_repo_id
 from .log import logger, show_progress_messages
 from .model import PLAN_FOLDER, SparseMixin, as_sparse, block_neurons, model_fingerprint
 from .plan import PlacementPlan, PlanError, PlanKey
@@ -62,6 +64,7 @@ class SparseAutoModelForCausalLM:
         quantization_config: Any = None,
         gpu_budget: int | str | Mapping[str, int | str] | None = None,
         plan: str | os.PathLike[str] | None = None,
+        plan_revision: str | None = None,
         tiers: Sequence[Tier] | None = None,
         gguf_file: str | None = None,
         dtype: str | torch.dtype | None = None,
@@ -82,7 +85,8 @@ class SparseAutoModelForCausalLM:
             gpu_budget: bytes of neurons and other weights that may lie on the GPU: "11GB", "10GiB", "80%", bytes, or a
                 mapping from device to budget. Without a GPU it is accepted, and a warning says that all neurons stay on
                 the CPU.
-            plan: a folder with a `PlacementPlan` to use instead of looking for one.
+            plan: a folder or a Hub id with a `PlacementPlan` to use instead of looking for one.
+            plan_revision: branch, tag or commit of a plan on the Hub; `revision` is the model's.
             tiers: explicit `Tier`s instead of the devices found, the CPU last; a second CPU tier rehearses a GPU.
             gguf_file: name of a GGUF file in the directory or repository.
             cache_dtype: "int8", "bf16" or "fp32": what keys and values are cached in; None: the model's dtype.
@@ -156,13 +160,22 @@ class SparseAutoModelForCausalLM:
             repo_id=checkpoint.repo_id,
             revision_hash=checkpoint.revision_hash,
         )
-        found = _given_plan(sparse, key, plan, checkpoint.directory / PLAN_FOLDER, settings_matter=bool(given))
+        beside = checkpoint.directory / PLAN_FOLDER
+        asked = None if plan is None else _plan_folder(plan, plan_revision, hub)
+        found = None if asked is None else _find_plan(asked, sparse, key, settings_matter=bool(given))
+        found = found or _find_plan(beside, sparse, key, settings_matter=bool(given))
         if found is None:
             with plan_lock(directory):
                 found = _find_plan(directory, sparse, key)
+                if found is None and _fetch_plan_of_model(checkpoint, hub):
+                    found = _find_plan(beside, sparse, key, settings_matter=bool(given))
                 if found is None:
                     tokenizer = _tokenizer(name, gguf_file, trust_remote_code, hub, checkpoint.directory)
-                    found = calibrate(sparse, tokenizer, options, key, directory)
+                    found = replace(
+                        calibrate(sparse, tokenizer, options, key, directory),
+                        base_model=checkpoint.repo_id,
+                        base_model_revision=checkpoint.revision_hash,
+                    )
                     sparse.plan_directory = directory if save_or_warn(found, directory) else None
         sparse.use_plan(found)
         sparse.given_tiers, sparse.placements_directory = options.tiers, directory
@@ -285,26 +298,41 @@ def _everything_on_the_cpu(model: SparseMixin) -> Placement:
     return Placement((Tier("cpu"),), zeros)
 
 
-def _given_plan(
-    model: SparseMixin, key: PlanKey, asked: str | os.PathLike[str] | None, beside: Path, settings_matter: bool
-) -> PlacementPlan | None:
-    """The plan that the user names, else the one saved with the model. Where the user gives no option of the
-    calibration, whatever settings it was made with will do.
-    """
-    if asked is not None:
-        if not (Path(asked) / "plan.json").is_file():
-            raise OSError(
-                f"plan: no plan.json in {os.fspath(asked)!r}; expected a folder that "
-                "PlacementPlan.save_pretrained wrote"
-            )
-        plan = _find_plan(Path(asked), model, key, settings_matter)
-        if plan is not None:
-            return plan
-    return _find_plan(beside, model, key, settings_matter)
+def _plan_folder(asked: str | os.PathLike[str], revision: str | None, hub: dict[str, Any]) -> Path:
+    """Where the plan lies that the user names."""
+    if (Path(asked) / "plan.json").is_file():
+        return Path(asked)
+    if os.path.exists(asked) or not is_repo_id(asked):
+        raise OSError(
+            f"plan: no plan.json in {os.fspath(asked)!r}; expected a folder that PlacementPlan.save_pretrained wrote, "
+            "or the id of a repository with a plan, 'user/name'"
+        )
+    options = ("token", "cache_dir", "force_download", "local_files_only")
+    return fetch_plan(os.fspath(asked), revision=revision, **{name: hub[name] for name in options if name in hub})
+
+
+def _fetch_plan_of_model(checkpoint: Checkpoint, hub: dict[str, Any]) -> bool:
+    """Whether the model's repository on the Hub comes with a plan, which then lies beside its weights."""
+    if checkpoint.repo_id is None:
+        return False
+    options = hub | {"revision": checkpoint.revision_hash or hub.get("revision")}
+    folder = Path(options.pop("subfolder", "") or "") / PLAN_FOLDER
+    return all(
+        cached_file(
+            checkpoint.repo_id,
+            (folder / file).as_posix(),
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+            **options,
+        )
+        for file in PLAN_FILES
+    )
 
 
 def _find_plan(source: Path, model: SparseMixin, key: PlanKey, settings_matter: bool = True) -> PlacementPlan | None:
-    """The plan in `source` if there is one that fits. One that does not is reported by field."""
+    """The plan in `source` if there is one that fits; one that does not is reported by field. Where the user gives no
+    option of the calibration, whatever settings it was made with will do.
+    """
     if not (source / "plan.json").is_file():
         return None
     try:

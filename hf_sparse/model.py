@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
@@ -38,8 +39,11 @@ from hf_sparse.modeling import (
     watch_passes,
 )
 
+from .card import measure_speed as measure_decode_speed
+from .card import plan_card
 from .checkpoint import Checkpoint, open_checkpoint
 from .generation import decode_alone, decodes_alone, is_watched
+from .hub import publish
 from .log import logger, warn_once
 from .placed import PlacedMixin
 from .plan import PlacementPlan
@@ -208,6 +212,11 @@ class SparseMixin(PlacedMixin, StreamingMixin):
                 state[f"{path}.weight"] = block.matrix.dequantize().to(self.dtype)
         return state
 
+    @classmethod
+    def can_generate(cls) -> bool:
+        """True: what is loaded is a causal language model. transformers would look for it in the class's bases."""
+        return True
+
     def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """transformers' own `generate`, which also takes the options of StreamingLLM (Xiao et al. 2024).
 
@@ -275,6 +284,36 @@ class SparseMixin(PlacedMixin, StreamingMixin):
         plan.save_pretrained(target / PLAN_FOLDER)
         if push_to_hub:
             self.push_to_hub(hub.pop("repo_id", target.name), **hub)
+
+    def push_plan_to_hub(
+        self,
+        repo_id: str,
+        *,
+        base_model: str | None = None,
+        license: str | None = None,
+        measure_speed: bool = True,
+        commit_message: str = "Upload plan",
+        **kwargs: Any,
+    ) -> CommitInfo:
+        """Publishes the plan in the model repository `repo_id` with a card, in one commit: `from_pretrained(name,
+        plan=repo_id)` then needs no calibration. No weights go with it.
+
+        Args:
+            base_model: Hub id of the model, where the plan does not know it.
+            license: for the card, such as "apache-2.0".
+            measure_speed: decode some tokens, for the card.
+            private, token, revision, create_pr: as in `hf_sparse.hub.publish`, whose errors these are.
+        """
+        plan = self.plan if base_model is None else dataclasses.replace(self.plan, base_model=base_model)
+        with tempfile.TemporaryDirectory(prefix="hf_sparse-") as aside:
+            folder = Path(aside, "plan")
+            plan.save_pretrained(folder)
+            speed = measure_decode_speed(self) if measure_speed else None
+            card = plan_card(
+                plan, folder, repo_id, model_bytes=self.get_memory_footprint(), license=license, speed=speed
+            )
+            card.save(folder / "README.md")
+            return publish(folder, repo_id, commit_message=commit_message, **kwargs)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Raises ValueError for another device than the primary tier's: neurons are where the plan put them."""

@@ -1,8 +1,9 @@
 """PlacementPlan: what was calibrated for one checkpoint, and the two files it is kept in.
 
 `plan.safetensors` holds the tensors (`0.mlp.impact`, `0.mlp.active_fraction`, `0.mlp.predictor.fc1`, ...), `plan.json`
-everything else and the sha256 of the first, so that a pair that does not belong together is seen. A plan may come from
-anywhere: nothing is unpickled, and no field is believed before it was checked. `plan_store.py` knows where plans lie.
+everything else and the sha256 of the first, so that a pair that does not belong together is seen. No weight of the
+model is in them. A plan may come from anywhere: nothing is unpickled, and no field is believed before it was checked.
+`plan_store.py` knows where plans lie on this machine, `hub.py` how they get to the Hub and back.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import CommitInfo
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -25,9 +27,12 @@ from hf_sparse.modeling import BlockId, BlockShape, Predictor, SkipRule
 from hf_sparse.modeling.rules import PLACES, RULE_KINDS
 from hf_sparse.quantization import WEIGHT_DTYPES
 
+from .hub import fetch_plan, is_repo_id, publish
+
 PLAN_JSON, PLAN_TENSORS = "plan.json", "plan.safetensors"
 FORMAT, FORMAT_VERSION = "hf_sparse.plan", 2
 _LARGEST_JSON = 2**26
+_NAME = r"[\w.-]{1,96}(/[\w.-]{1,96})?"
 _PREDICTOR_TENSORS = ("fc1", "fc2", "bias")
 LARGEST_WEIGHT = 1e30  # of a predictor: larger ones have no place in every format of weights
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -98,7 +103,8 @@ class PlacementPlan:
     """Everything calibrated for one checkpoint. Profile, rules and predictors do not depend on budgets or hardware.
 
     `rules[id]` is one for each MLP block at least. `predictors[id]` is there exactly where the rule's kind is
-    "predicted". `calibration_report` is any JSON value.
+    "predicted". `calibration_report` is any JSON value. `base_model` and `base_model_revision` are the Hub id and the
+    commit of what was calibrated, where it came from the Hub.
     """
 
     key: PlanKey
@@ -108,6 +114,8 @@ class PlacementPlan:
     predictors: dict[BlockId, PlannedPredictor]
     calibration_report: dict[str, Any]
     library_version: str
+    base_model: str | None = None
+    base_model_revision: str | None = None
 
     def __repr__(self) -> str:
         kinds = ", ".join(sorted({rule.kind for rule in self.rules.values()}))
@@ -129,13 +137,26 @@ class PlacementPlan:
             for name in (PLAN_TENSORS, PLAN_JSON):
                 Path(aside, name).replace(directory / name)
 
-    @classmethod
-    def from_pretrained(cls, directory: str | os.PathLike[str]) -> PlacementPlan:
-        """Reads what `save_pretrained` wrote. Raises FileNotFoundError where there is no plan.json, and PlanError,
-        which names file, field, what came and what was expected, for one that is damaged, incomplete or of another
-        format.
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> CommitInfo:
+        """Publishes the plan's two files in the model repository `repo_id`, in one commit. `model.push_plan_to_hub`
+        adds a card. Arguments and errors are those of `hf_sparse.hub.publish`.
         """
-        where = Path(directory) / PLAN_JSON
+        with tempfile.TemporaryDirectory(prefix="hf_sparse-") as folder:
+            self.save_pretrained(Path(folder, "plan"))
+            return publish(Path(folder, "plan"), repo_id, **({"commit_message": "Upload plan"} | kwargs))
+
+    @classmethod
+    def from_pretrained(cls, name_or_path: str | os.PathLike[str], **kwargs: Any) -> PlacementPlan:
+        """Reads what `save_pretrained` or `push_to_hub` wrote, from a folder or a Hub id; further arguments are those
+        of `hf_sparse.hub.fetch_plan`, such as `revision` and `token`.
+
+        Raises OSError where there is no plan, and PlanError, which names file, field, what came and what was expected,
+        for one that is damaged, incomplete or of another format.
+        """
+        directory = Path(name_or_path)
+        if not directory.is_dir() and is_repo_id(name_or_path):
+            directory = fetch_plan(os.fspath(name_or_path), **kwargs)
+        where = directory / PLAN_JSON
         if (size := where.stat().st_size) > _LARGEST_JSON:
             raise PlanError(where, "file", f"{size} bytes", f"at most {_LARGEST_JSON} bytes")
         read = JsonReader(where, parse_json(read_file(where), where))
@@ -160,6 +181,8 @@ class PlacementPlan:
             predictors={},
             calibration_report=read.value("calibration_report", dict),
             library_version=read.value("library_version", str),
+            base_model=read.optional("base_model", str),
+            base_model_revision=read.optional("base_model_revision", str),
         )
         blocks = read.inner("blocks")
         for text in blocks.fields:
@@ -243,6 +266,8 @@ def _to_json(plan: PlacementPlan, tensors_sha256: str) -> dict[str, Any]:
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
         "library_version": plan.library_version,
+        "base_model": plan.base_model,
+        "base_model_revision": plan.base_model_revision,
         "model_type": plan.model_type,
         "key": vars(plan.key),
         "blocks": {
@@ -270,6 +295,9 @@ def _validate(plan: PlacementPlan, where: object) -> None:
     for field, text in (("model_type", plan.model_type), ("library_version", plan.library_version)):
         if not isinstance(text, str) or not text:
             raise PlanError(where, field, text, "a text that is not empty")
+    for field, name in (("base_model", plan.base_model), ("base_model_revision", plan.base_model_revision)):
+        if name is not None and not (isinstance(name, str) and re.fullmatch(_NAME, name)):
+            raise PlanError(where, field, name, "a repository id or commit, or null")
     if not plan.blocks:
         raise PlanError(where, "blocks", "none", "at least one block")
     for id, profile in plan.blocks.items():
@@ -450,6 +478,10 @@ class JsonReader:
         if type(value) is not kind:
             raise PlanError(self.where, self.field(name), value, kind.__name__)
         return value
+
+    def optional(self, name: str, kind: type) -> Any:
+        """None where the field is null or not there."""
+        return None if self.fields.get(name) is None else self.value(name, kind)
 
     def inner(self, name: str) -> JsonReader:
         return JsonReader(self.where, self.value(name, dict), self.field(name))

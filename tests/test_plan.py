@@ -57,6 +57,8 @@ def make_plan(seed: int = 0) -> PlacementPlan:
         },
         calibration_report={"tokens": 4096, "dense_perplexity": 12.5, "by_layer": [0.1, None, True]},
         library_version="0.1.0",
+        base_model="someone/model",
+        base_model_revision="0f" * 20,
     )
 
 
@@ -93,6 +95,7 @@ def test_round_trip(saved: Path) -> None:
     plan, read = make_plan(), PlacementPlan.from_pretrained(saved)
     assert (read.key, read.model_type, read.rules) == (plan.key, plan.model_type, plan.rules)
     assert (read.calibration_report, read.library_version) == (plan.calibration_report, plan.library_version)
+    assert (read.base_model, read.base_model_revision) == (plan.base_model, plan.base_model_revision)
     assert set(read.blocks) == set(plan.blocks)
     for id, profile in plan.blocks.items():
         assert torch.equal(read.blocks[id].impact, profile.impact)
@@ -217,9 +220,11 @@ def test_every_missing_field_and_every_wrong_type_is_named(saved: Path) -> None:
     text = (saved / "plan.json").read_text()
     paths = _paths(json.loads(text))
     assert ("blocks", "10.mlp", "neurons") in paths
-    assert len(paths) == 16
+    assert len(paths) == 18
     for path in paths:
         for wrong in (None, "remove", "7", 7.0, True, [], {"a": 1}):
+            if path[0].startswith("base_model") and wrong in (None, "remove"):
+                continue  # a plan of a local model has none
             content = json.loads(text)
             inner = content
             for name in path[:-1]:
