@@ -1,13 +1,16 @@
 """hf_sparse: transformers models that compute only the neurons that matter, each on the device where it lives.
 
 Lazy (PEP 562): `import hf_sparse.quantization` loads no model code, and what is exported here is imported when it is
-first asked for.
+first asked for. transformers is told of the quantization method "hf_sparse", so that
+`AutoModelForCausalLM.from_pretrained` reads what hf_sparse saved.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING
+
+from .registration import register_when_transformers_is_there
 
 if TYPE_CHECKING:
     from .auto import SparseAutoModelForCausalLM
@@ -48,3 +51,6 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+register_when_transformers_is_there()

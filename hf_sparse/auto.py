@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -119,7 +119,7 @@ class SparseAutoModelForCausalLM:
         dtype = kwargs.pop("torch_dtype", None) if dtype is None else dtype
         for always_so in ALWAYS_SO:
             kwargs.pop(always_so, None)
-        _check_device_map(device_map)
+        check_device_map(device_map)
         if cache_dtype not in (None, *CACHE_DTYPES):
             raise ValueError(
                 f"cache_dtype: got {cache_dtype!r}, allowed are None, {', '.join(map(repr, CACHE_DTYPES))}"
@@ -138,56 +138,83 @@ class SparseAutoModelForCausalLM:
         checkpoint = open_checkpoint(name, model=model, gguf_file=gguf_file, variant=variant, **hub)
         if dtype in (None, "auto") and dtype_of_config is None:
             take_dtype_of(checkpoint, model)
-        swap_blocks(model, _weight_format(quantization))
-        info = load_weights(model, checkpoint, _head_format(quantization))
-        if quantization is not None:
-            model.config.quantization_config = quantization
+        swap_blocks(model, weight_format(quantization))
+        info = load_weights(model, checkpoint, head_format(quantization))
         _load_generation_config(model, name, gguf_file, hub)
 
-        sparse = as_sparse(model)
-        sparse.eval()
+        sparse = complete(
+            model,
+            checkpoint,
+            quantization,
+            options,
+            asked=None if plan is None else _plan_folder(plan, plan_revision, hub),
+            any_settings=not given,
+            hub=hub,
+            tokenizer=lambda: _tokenizer(name, gguf_file, trust_remote_code, hub, checkpoint.directory),
+        )
         sparse.cache_dtype = None if cache_dtype is None else CACHE_DTYPES[cache_dtype]
-        sparse.place(_everything_on_the_cpu(sparse))
-        key = PlanKey(
-            model_fingerprint(checkpoint, model.config),
-            {} if quantization is None else quantization.to_dict(),
-            options.calibration_settings(),
-        )
-        directory = plan_directory(
-            checkpoint.directory,
-            local=checkpoint.repo_id is None,
-            key=key,
-            repo_id=checkpoint.repo_id,
-            revision_hash=checkpoint.revision_hash,
-        )
-        beside = checkpoint.directory / PLAN_FOLDER
-        asked = None if plan is None else _plan_folder(plan, plan_revision, hub)
-        found = None if asked is None else _find_plan(asked, sparse, key, settings_matter=bool(given))
-        found = found or _find_plan(beside, sparse, key, settings_matter=bool(given))
-        if found is None:
-            with plan_lock(directory):
-                found = _find_plan(directory, sparse, key)
-                if found is None and _fetch_plan_of_model(checkpoint, hub):
-                    found = _find_plan(beside, sparse, key, settings_matter=bool(given))
-                if found is None:
-                    tokenizer = _tokenizer(name, gguf_file, trust_remote_code, hub, checkpoint.directory)
-                    found = replace(
-                        calibrate(sparse, tokenizer, options, key, directory),
-                        base_model=checkpoint.repo_id,
-                        base_model_revision=checkpoint.revision_hash,
-                    )
-                    sparse.plan_directory = directory if save_or_warn(found, directory) else None
-        sparse.use_plan(found)
-        sparse.given_tiers, sparse.placements_directory = options.tiers, directory
-        sparse.cache_tokens = _cache_tokens(options, sparse.config)
-        sparse.solve(options.tiers or sparse.found_tiers(options.gpu_budget))
         return (sparse, info) if output_loading_info else sparse
+
+
+def complete(
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    quantization: WeightOnlyQuantConfig | None,
+    options: SparseConfig,
+    *,
+    hub: dict[str, Any],
+    tokenizer: Callable[[], Any],
+    asked: Path | None = None,
+    any_settings: bool = True,
+) -> SparseMixin:
+    """`model`, whose hybrid blocks are loaded from `checkpoint`, with a plan and on its tiers: the last steps of
+    from_pretrained. `asked`: a folder with the plan that the user names; `any_settings`: whatever settings of the
+    calibration a plan was made with will do; `tokenizer` is called where it must be calibrated.
+    """
+    if quantization is not None:
+        model.config.quantization_config = quantization
+    sparse = as_sparse(model)
+    sparse.eval()
+    sparse.cache_dtype = None
+    sparse.place(_everything_on_the_cpu(sparse))
+    key = PlanKey(
+        model_fingerprint(checkpoint, model.config),
+        {} if quantization is None else quantization.to_dict(),
+        options.calibration_settings(),
+    )
+    directory = plan_directory(
+        checkpoint.directory,
+        local=checkpoint.repo_id is None,
+        key=key,
+        repo_id=checkpoint.repo_id,
+        revision_hash=checkpoint.revision_hash,
+    )
+    beside = checkpoint.directory / PLAN_FOLDER
+    found = None if asked is None else _find_plan(asked, sparse, key, any_settings)
+    found = found or _find_plan(beside, sparse, key, any_settings)
+    if found is None:
+        with plan_lock(directory):
+            found = _find_plan(directory, sparse, key)
+            if found is None and _fetch_plan_of_model(checkpoint, hub):
+                found = _find_plan(beside, sparse, key, any_settings)
+            if found is None:
+                found = replace(
+                    calibrate(sparse, tokenizer(), options, key, directory),
+                    base_model=checkpoint.repo_id,
+                    base_model_revision=checkpoint.revision_hash,
+                )
+                sparse.plan_directory = directory if save_or_warn(found, directory) else None
+    sparse.use_plan(found)
+    sparse.given_tiers, sparse.placements_directory = options.tiers, directory
+    sparse.cache_tokens = _cache_tokens(options, sparse.config)
+    sparse.solve(options.tiers or sparse.found_tiers(options.gpu_budget))
+    return sparse
 
 
 # Config and options
 
 
-def _check_device_map(device_map: Any) -> None:
+def check_device_map(device_map: Any) -> None:
     plain = device_map.get("") if isinstance(device_map, dict) and set(device_map) == {""} else device_map
     if plain is not None and str(plain) not in ("auto", "cpu"):
         raise ValueError(
@@ -249,13 +276,13 @@ def _quantization(config: Any, quantization_config: Any, load_in_4bit: bool) -> 
     return saved
 
 
-def _weight_format(quantization: WeightOnlyQuantConfig | None) -> WeightFormat:
+def weight_format(quantization: WeightOnlyQuantConfig | None) -> WeightFormat:
     if quantization is None:
         return WeightFormat()
     return WeightFormat(quantization.weight_dtype, quantization.group_size, quantization.compute_dtype)
 
 
-def _head_format(quantization: WeightOnlyQuantConfig | None) -> WeightFormat | None:
+def head_format(quantization: WeightOnlyQuantConfig | None) -> WeightFormat | None:
     if quantization is None or quantization.head_dtype is None:
         return None
     return WeightFormat(quantization.head_dtype, quantization.group_size, quantization.compute_dtype)
@@ -329,9 +356,9 @@ def _fetch_plan_of_model(checkpoint: Checkpoint, hub: dict[str, Any]) -> bool:
     )
 
 
-def _find_plan(source: Path, model: SparseMixin, key: PlanKey, settings_matter: bool = True) -> PlacementPlan | None:
-    """The plan in `source` if there is one that fits; one that does not is reported by field. Where the user gives no
-    option of the calibration, whatever settings it was made with will do.
+def _find_plan(source: Path, model: SparseMixin, key: PlanKey, any_settings: bool = False) -> PlacementPlan | None:
+    """The plan in `source` if there is one that fits; one that does not is reported by field. `any_settings`: see
+    `complete`.
     """
     if not (source / "plan.json").is_file():
         return None
@@ -340,7 +367,7 @@ def _find_plan(source: Path, model: SparseMixin, key: PlanKey, settings_matter: 
         plan.check_model(
             model_type=model.config.model_type,
             shapes={block.id: block.shape for block in hybrid_blocks(model)},
-            key=key if settings_matter else replace(key, calibration=plan.key.calibration),
+            key=replace(key, calibration=plan.key.calibration) if any_settings else key,
         )
     except PlanError as error:
         logger.warning("The plan in %s is not used: %s", source, error)
