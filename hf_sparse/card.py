@@ -20,7 +20,7 @@ from .report import format_bytes
 if TYPE_CHECKING:
     from .model import SparseMixin
 
-TEMPLATE = "plan_card.md"
+TEMPLATE = "plan_card.md.jinja"
 _TOKENS, _ROUNDS = 48, 5
 
 

@@ -51,6 +51,7 @@ from .cli_options import (
     stdout,
     write_json,
 )
+from .cli_serve import serve
 
 if TYPE_CHECKING:
     from .model import SparseMixin
@@ -214,6 +215,7 @@ def doctor(
 app.command()(estimate)
 app.command("eval")(evaluate)
 app.command()(chat)
+app.command()(serve)
 
 
 # Steps of the commands

@@ -24,8 +24,7 @@ from .weights import load_weights
 
 
 class SparseQuantizer(HfQuantizer):
-    """See the module. Options of sparsity and placement, which `SparseAutoModelForCausalLM` takes, have their defaults.
-    """
+    """See the module. Options of sparsity and placement have the defaults of `SparseAutoModelForCausalLM`."""
 
     quantization_config: WeightOnlyQuantConfig
 
