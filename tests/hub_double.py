@@ -45,7 +45,7 @@ class Repository:
 
 class HubDouble(ThreadingHTTPServer):
     """`repositories` by id; `requests`: what was asked, as "METHOD /path"; `drop_uploads`: how many of the next uploads
-    end with the connection.
+    end with the connection; `organizations` in which the user may write too.
     """
 
     daemon_threads = True
@@ -56,6 +56,7 @@ class HubDouble(ThreadingHTTPServer):
         self.uploaded: dict[str, bytes] = {}
         self.requests: list[str] = []
         self.drop_uploads = 0
+        self.organizations: set[str] = set()
 
     @property
     def url(self) -> str:
@@ -161,7 +162,7 @@ class Handler(BaseHTTPRequestHandler):
     def create(self, asked: dict[str, Any]) -> None:
         id = f"{asked.get('organization') or 'user'}/{asked['name']}"
         url = f"{self.server.url}/{id}"
-        if id.partition("/")[0] != "user":
+        if id.partition("/")[0] not in {"user", *self.server.organizations}:
             self.fail(403, None, f"You don't have the rights to create a model under the namespace {id.split('/')[0]}")
         elif id in self.server.repositories:
             self.answer(409, {"error": "You already created this model repo", "url": url})

@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import pytest
 import torch
 from huggingface_hub import HfApi, ModelCard
@@ -20,7 +19,8 @@ from safetensors import safe_open
 
 from hf_sparse import PlacementPlan, SparseAutoModelForCausalLM
 from hf_sparse.hub import is_repo_id
-from hub_double import TOKEN, HubDouble, serving
+from hub_double import TOKEN, HubDouble
+from hub_user import logged_in
 from tiny_models import prompt_ids, save_checkpoint, save_tokenizer
 
 NAME = "user/tiny-plan"
@@ -28,21 +28,9 @@ QUICK = {"calibration_tokens": 64, "max_perplexity_increase": 0.02}
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubDouble]:
+def hub(tmp_path: Path) -> Iterator[HubDouble]:
     """A Hub with nothing on it, a user who is logged in, and an empty cache."""
-    constants = huggingface_hub.constants
-    with serving() as double:
-        monkeypatch.setattr(constants, "ENDPOINT", double.url)
-        template = double.url + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", double.url)
-        monkeypatch.setattr("transformers.utils.hub._hf_api", None)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-        monkeypatch.setattr(constants, "HF_ASSETS_CACHE", str(tmp_path / "assets"))
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
-        monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
+    with logged_in(tmp_path) as double:
         yield double
 
 
