@@ -13,6 +13,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from hf_sparse.modeling import BlockId, skipping
 
+from .log import warn_once
 from .plan import PLAN_JSON, PLAN_TENSORS, PlacementPlan
 from .probes import cpu_model
 from .report import format_bytes
@@ -66,6 +67,23 @@ class _Times:
 
     def end(self) -> None:
         """Nothing is left to say."""
+
+
+def draw_plots(model: SparseMixin, folder: Path) -> dict[str, str]:
+    """Draws the report's plots into `folder`/plots. Returns file name -> what it shows; nothing, and a warning says so,
+    where there is no matplotlib.
+    """
+    from .html_report import figure_bytes, figure_texts
+
+    try:
+        drawn, texts = figure_bytes(model), figure_texts(model)
+    except ImportError as error:
+        warn_once(f"The card has no plots: {error}")
+        return {}
+    (folder / "plots").mkdir()
+    for name, png in drawn.items():
+        (folder / "plots" / f"{name}.png").write_bytes(png)
+    return {f"plots/{name}.png": texts[name] for name in drawn}
 
 
 def plan_card(

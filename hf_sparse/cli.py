@@ -1,4 +1,4 @@
-"""The command line: `hf-sparse run`, `plan`, `eval`, `demo`, `doctor`; `estimate` and `chat` have files of their own.
+"""The command line: `hf-sparse run`, `plan`, `eval`, `demo`, `doctor`; the others have files of their own.
 
 What was asked for goes to stdout, everything else to stderr. torch and transformers are imported inside the commands,
 so that `--help` answers at once.
@@ -51,6 +51,7 @@ from .cli_options import (
     stdout,
     write_json,
 )
+from .cli_report import report
 from .cli_serve import serve
 
 if TYPE_CHECKING:
@@ -215,6 +216,7 @@ def doctor(
 app.command()(estimate)
 app.command("eval")(evaluate)
 app.command()(chat)
+app.command()(report)
 app.command()(serve)
 
 

@@ -76,6 +76,10 @@ class Completion:
     seed: int | None
 
 
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+TokenIds = Annotated[list[int], Field(min_length=1)]
+
+
 class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
     include_usage: bool = False
@@ -89,8 +93,8 @@ class Request(BaseModel):
     model: str
     stream: bool = False
     stream_options: StreamOptions | None = None
-    stop: str | list[str] = Field(default=[], max_length=4)
-    max_tokens: int | None = Field(default=None, ge=1)
+    stop: str | Annotated[list[str], Field(max_length=4)] = []
+    max_tokens: Count | None = None
     temperature: float | None = Field(default=None, ge=0, le=2, allow_inf_nan=False)
     top_p: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
     seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
@@ -106,10 +110,7 @@ class ChatRequest(Request):
     messages: list[dict[str, Any]] = Field(min_length=1)
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["auto", "none"] = "auto"
-    max_completion_tokens: int | None = Field(default=None, ge=1)
-
-
-TokenIds = Annotated[list[int], Field(min_length=1)]
+    max_completion_tokens: Count | None = None
 
 
 class TextRequest(Request):
@@ -187,6 +188,8 @@ class Preparer:
             assert isinstance(request, TextRequest)
             prompt, of = self._text_prompt(request), "prompt"
             asked = asked or COMPLETION_TOKENS
+        if request.stream_options is not None and not request.stream:
+            raise RequestError("stream_options: only with stream", "stream_options", "invalid_value")
         stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
         if "" in stop:
             raise RequestError('stop: got "", expected strings of at least one character', "stop", "invalid_value")

@@ -39,8 +39,8 @@ from hf_sparse.modeling import (
     watch_passes,
 )
 
+from .card import draw_plots, plan_card
 from .card import measure_speed as measure_decode_speed
-from .card import plan_card
 from .checkpoint import Checkpoint, open_checkpoint
 from .generation import decode_alone, decodes_alone, is_watched
 from .hub import publish
@@ -309,8 +309,15 @@ class SparseMixin(PlacedMixin, StreamingMixin):
             folder = Path(aside, "plan")
             plan.save_pretrained(folder)
             speed = measure_decode_speed(self) if measure_speed else None
+            plots = draw_plots(self, folder)
             card = plan_card(
-                plan, folder, repo_id, model_bytes=self.get_memory_footprint(), license=license, speed=speed
+                plan,
+                folder,
+                repo_id,
+                model_bytes=self.get_memory_footprint(),
+                license=license,
+                speed=speed,
+                plots=plots,
             )
             card.save(folder / "README.md")
             return publish(folder, repo_id, commit_message=commit_message, **kwargs)

@@ -110,7 +110,7 @@ def make_app(model: Any, tokenizer: Any, name: str, streaming: StreamingOptions 
 
     @app.get("/health")
     async def health() -> Response:
-        return _json({"status": "ok", "busy": worker.busy, "waiting": len(worker.turns)})
+        return _json({"status": "ok", "busy": worker.now is not None, "waiting": len(worker.turns)})
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -223,12 +223,13 @@ class _Shape:
     def head(self, chunk: bool = True) -> dict[str, Any]:
         return {"id": self.id, "object": self.kind, "created": self.created, "model": self.model}
 
-    def usage(self, finished: Finished) -> dict[str, int]:
+    def usage(self, finished: Finished) -> dict[str, Any]:
         total = self.prompt_tokens + finished.tokens
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": finished.tokens,
             "total_tokens": total,
+            "prompt_tokens_details": {"cached_tokens": finished.reused},
         }
 
     def whole(self, text: str, finished: Finished) -> dict[str, Any]:

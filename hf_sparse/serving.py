@@ -15,24 +15,29 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from hf_sparse.modeling import StreamingOptions
+from hf_sparse.modeling import StreamingCache, StreamingOptions
 
 from .chat import _stop_ids
 from .completion import Completion, RequestError, failure
 from .log import logger
 
 WAITING = 64  # requests at most
+PIECE = 512  # tokens of a prompt that are read at once: who goes away is not read for any longer
 REPLACEMENT = "\ufffd"
 
 
 @dataclass(frozen=True)
 class Finished:
-    """The end of an answer: `reason` is "stop" or "length", `tokens` were generated, the one that ends it included."""
+    """The end of an answer: `reason` is "stop" or "length", `tokens` were generated, the one that ends it included.
+    `reused`: of the prompt, computed for the text before.
+    """
 
     reason: str
     tokens: int
+    reused: int = 0
 
 
 class GoneError(Exception):
@@ -108,14 +113,51 @@ class Turns:
             return left
 
 
+class Kept:
+    """What was computed of the last text, for the next one that begins alike: a conversation goes on most of the time.
+
+    What has been evicted from a cache, or slid out of a window, is not brought back: such a text is computed anew.
+    """
+
+    def __init__(self) -> None:
+        self._ids: list[int] = []
+        self._cache: Any = None
+
+    def take(self, prompt: list[int]) -> tuple[Any, int]:
+        """A cache that has seen so many of the first tokens of `prompt`, not all of them; None and 0 where there is
+        none.
+        """
+        ids, cache = self._ids, self._cache
+        self._ids, self._cache = [], None
+        pairs = enumerate(zip(ids, prompt[:-1], strict=False))
+        common = next((i for i, (ours, theirs) in pairs if ours != theirs), min(len(ids), len(prompt) - 1))
+        if common == 0:
+            return None, 0
+        try:
+            if common < len(ids):
+                cache.crop(common - len(ids))
+        except (RuntimeError, ValueError):  # of a window that slid
+            return None, 0
+        return cache, common
+
+    def keep(self, sequence: Tensor, cache: Any) -> None:
+        """`sequence`, int64 [1, tokens]: a text of which `cache` has seen the beginning."""
+        if isinstance(cache, StreamingCache):
+            seen = 0 if any(cache.evicted) or cache.stale else cache.columns
+        else:
+            seen = cache.get_seq_length()
+        if 0 < seen <= sequence.shape[1]:
+            self._ids, self._cache = sequence[0, :seen].tolist(), cache
+
+
 class Worker:
-    """The thread that generates. `busy`: with a request."""
+    """The thread that generates. `now`: for whom."""
 
     def __init__(self, model: Any, tokenizer: Any, streaming: StreamingOptions | None) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.turns = Turns()
-        self.busy = False
-        self._now: Job | None = None
+        self.now: Job | None = None
+        self._kept = Kept()
         self._stop_ids = _stop_ids(model, tokenizer, {})
         self._options = self._fixed(streaming)
         self._thread = threading.Thread(target=self._work, name="hf_sparse generation", daemon=True)
@@ -126,7 +168,7 @@ class Worker:
         options["pad_token_id"] = pad if pad is not None else next(iter(self._stop_ids), 0)
         if self._stop_ids:
             options["eos_token_id"] = list(self._stop_ids)
-        return options | {"num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False}
+        return options | {"num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": True}
 
     def start(self) -> None:
         self._thread.start()
@@ -135,8 +177,8 @@ class Worker:
         """Ends what is being generated with its next token and refuses what waits; may be called again."""
         for job in self.turns.close():
             job.deliver(RequestError("The server is shutting down.", status=503))
-        if self._now is not None:
-            self._now.gone = True
+        if (now := self.now) is not None:
+            now.gone = True
 
     def join(self) -> None:
         self.close()
@@ -144,7 +186,7 @@ class Worker:
 
     def _work(self) -> None:
         while (job := self.turns.take()) is not None:
-            self._now, self.busy = job, True
+            self.now = job
             if self.turns.closed:  # meanwhile
                 job.gone = True
             try:
@@ -152,30 +194,36 @@ class Worker:
             except Exception as error:
                 logger.exception("A request failed")
                 outcome = failure(error)
-            self._now, self.busy = None, False
+            self.now = None
             job.deliver(RequestError("The server is shutting down.", status=503) if job.gone else outcome)
 
     def _generate(self, job: Job) -> Finished:
         asked = job.completion
-        listener = Listener(self.tokenizer, len(asked.prompt), asked.stop, job)
         ids = torch.tensor([asked.prompt], dtype=torch.int64, device=self.model.device)
+        cache, reused = self._kept.take(asked.prompt)
+        for stop in range(reused + PIECE, ids.shape[1], PIECE):
+            cache = self._continue(ids[:, :stop], cache, max_new_tokens=1, do_sample=False).cache
+            if job.gone:
+                self._kept.keep(ids, cache)
+                return Finished("stop", 0)
         sampling = dict(asked.sampling)
         if sampling.get("do_sample") and self.model.generation_config.top_k is None:
             sampling["top_k"] = 0  # transformers' default is 50, OpenAI's all
+        listener = Listener(self.tokenizer, ids.shape[1], asked.stop, job)
+        options = {"max_new_tokens": asked.max_tokens, "stopping_criteria": StoppingCriteriaList([listener])}
         with torch.random.fork_rng(enabled=asked.seed is not None):
             if asked.seed is not None:
                 torch.manual_seed(asked.seed)
-            self.model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=asked.max_tokens,
-                stopping_criteria=StoppingCriteriaList([listener]),
-                **self._options,
-                **sampling,
-            )
+            found = self._continue(ids, cache, **options, **sampling)
+        self._kept.keep(found.sequences, found.cache)
         listener.end()
         ended = listener.stopped or (listener.ids and listener.ids[-1] in self._stop_ids)
-        return Finished("stop" if ended else "length", len(listener.ids))
+        return Finished("stop" if ended else "length", len(listener.ids), reused)
+
+    def _continue(self, ids: Tensor, cache: Any, **options: Any) -> Any:
+        """`ids` [1, tokens], of which `cache`, if any, has seen the beginning."""
+        seen = {} if cache is None else {"cache": cache}
+        return self.model.generate(ids, attention_mask=torch.ones_like(ids), **seen, **self._options, **options)
 
 
 class Listener(StoppingCriteria):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -170,6 +171,9 @@ def test_the_card_says_what_the_plan_is(hub: HubDouble, model: Any, tmp_path: Pa
         assert f"{figure:.4f}" in card.text
     assert model.plan.key.checkpoint in card.text and f"{report['bytes_read_share']:.1%}" in card.text
     assert "tokens/s with the plan" in card.text
+    files = hub.repositories[NAME].commits[hub.repositories[NAME].branches["main"]]
+    plots = re.findall(r"!\[[^]]+\]\((plots/\w+\.png)\)", card.text)
+    assert len(plots) >= 4 and all(files[plot].startswith(b"\x89PNG") for plot in plots)
     (code,) = [block.partition("```")[0] for block in card.text.split("```python\n")[1:]]
     compile(code, "card", "exec")
     assert f'plan="{NAME}"' in code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import http.client
 import json
 import os
@@ -27,6 +28,7 @@ from hf_sparse.completion import RequestError
 from hf_sparse.modeling import StreamingOptions
 from hf_sparse.server import MAX_BODY, Server, bound_socket, make_app
 from hf_sparse.serving import Job, Listener, Turns
+from tiny_models import prompt_ids, save_checkpoint
 
 QUESTION: Any = [{"role": "user", "content": "Is it assigned?"}]
 TOOL: Any = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}
@@ -112,6 +114,10 @@ def pieces(stream: Any) -> list[str]:
     return [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
 
 
+def counts(answer: Any) -> tuple[int, int, int]:
+    return answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens
+
+
 @pytest.fixture
 def gate(model: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate = Gate()
@@ -158,7 +164,7 @@ def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
     assert len([piece for piece in pieces(chunks) if piece]) > 5
     assert chunks[0].choices[0].delta.role == "assistant" and chunks[0].object == "chat.completion.chunk"
     assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
-    assert chunks[-1].usage == whole.usage and chunks[-1].choices == []
+    assert counts(chunks[-1]) == counts(whole) and chunks[-1].choices == []
     assert {chunk.usage for chunk in chunks[:-1]} == {None} and len({chunk.id for chunk in chunks}) == 1
     assert all(chunk.usage is None and chunk.choices for chunk in chat(client, stream=True))
 
@@ -177,7 +183,7 @@ def test_text_is_continued(client: openai.OpenAI, model: Any, tokenizer: Any) ->
 
 def test_it_ends_at_a_stop_string(client: openai.OpenAI, model: Any, tokenizer: Any) -> None:
     whole = chat(client).choices[0].message.content
-    stop = whole[9:12]
+    stop = whole[9:15]
     expected = whole[: whole.index(stop)]
     answer = chat(client, stop=["never said", stop])
     assert answer.choices[0].message.content == expected and answer.choices[0].finish_reason == "stop"
@@ -279,6 +285,7 @@ def post(server: Server, body: Any, path: str = "/v1/chat/completions", **header
         ({"max_tokens": 0}, "max_tokens", "invalid_value", "got 0"),
         ({"max_tokens": 1, "max_completion_tokens": 1}, "max_tokens", "invalid_value", "expected one of them"),
         ({"stop": ["a"] * 5}, "stop", "invalid_value", "4"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value", "only with stream"),
         ({"stop": ""}, "stop", "invalid_value", "at least one character"),
         ({"messages": []}, "messages", "invalid_value", "got []"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0]", "invalid_value", "messages[0].content"),
@@ -393,7 +400,7 @@ def test_who_goes_away_is_not_worked_for(server: Server, gate: Gate, stream: boo
         until(lambda: len(gate.jobs) == 3)
     until(lambda: gate.jobs[0].gone)
     gate.open()
-    until(lambda: not server.config.app.state.worker.busy)
+    until(lambda: not server.config.app.state.worker.now)
     assert len(gate.jobs) == 4  # it waited for leave to hear the fourth
 
 
@@ -410,16 +417,16 @@ def test_who_goes_away_from_the_queue_has_no_turn(
     until(lambda: len(turns) == 0)
     gate.open()
     list(first)
-    until(lambda: not server.config.app.state.worker.busy)
+    until(lambda: not server.config.app.state.worker.now)
     assert len(set(gate.jobs)) == 1
 
 
 @contextlib.contextmanager
-def asked(server: Server, **fields: Any) -> Iterator[None]:
+def asked(server: Server, path: str = "/v1/chat/completions", **fields: Any) -> Iterator[None]:
     """Someone who has asked, and goes away at the end."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port)
-    body = json.dumps({"model": "tiny", "messages": QUESTION} | fields)
-    connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
+    body = json.dumps(fields if "prompt" in fields else {"model": "tiny", "messages": QUESTION} | fields)
+    connection.request("POST", path, body, {"Content-Type": "application/json"})
     with contextlib.closing(connection):
         yield
 
@@ -448,11 +455,77 @@ def test_too_many_are_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
     assert caught.value.status == 503
 
 
+# What is computed once
+
+
+def test_a_conversation_is_not_computed_again(client: openai.OpenAI, model: Any, tokenizer: Any) -> None:
+    talk = list(QUESTION)
+    for question in ("Why?", "for x in y: if z"):
+        first = chat(client, 11, messages=talk)
+        text = first.choices[0].message.content
+        assert text == tokenizer.decode(answer_ids(model, tokenizer, 11, talk)[1], skip_special_tokens=True)
+        talk += [{"role": "assistant", "content": text}, {"role": "user", "content": question}]
+        again = chat(client, 11, messages=talk)
+        expected = answer_ids(model, tokenizer, 11, talk)[1]
+        assert again.choices[0].message.content == tokenizer.decode(expected, skip_special_tokens=True)
+        assert first.usage.prompt_tokens <= again.usage.prompt_tokens_details.cached_tokens < again.usage.prompt_tokens
+    other = chat(client, 11, messages=[{"role": "system", "content": "Other"}, *QUESTION])
+    assert other.usage.prompt_tokens_details.cached_tokens <= 4  # the template's
+
+
+def test_what_slid_out_of_a_window_is_computed_again(tmp_path: Path, tokenizer: Any) -> None:
+    save_checkpoint("mistral", tmp_path)
+    model = load(tmp_path)
+    with running(model, tokenizer) as server:
+        client = client_of(server)
+        for length in (5, 40, 20, 60, 6):
+            prompt = prompt_ids(1, length)
+            answer = client.completions.create(model="tiny", prompt=prompt[0].tolist(), temperature=0, max_tokens=9)
+            expected = model.generate(prompt, max_new_tokens=9, do_sample=False, pad_token_id=0)[0, length:]
+            assert answer.choices[0].text == tokenizer.decode(expected, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("streaming", [None, StreamingOptions(64, 4), StreamingOptions(50, 2, 3)])
+def test_a_long_prompt_is_read_in_pieces_while_someone_listens(
+    model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, streaming: StreamingOptions | None
+) -> None:
+    monkeypatch.setattr("hf_sparse.serving.PIECE", 32)
+    prompt = prompt_ids(1, 150)
+    read: list[int] = []
+    leave = threading.Semaphore(0)
+    generate = type(model).generate
+
+    def watched(self: Any, ids: Any, **options: Any) -> Any:
+        assert leave.acquire(timeout=30)
+        read.append(ids.shape[1])
+        return generate(self, ids, **options)
+
+    asks = {"model": "tiny", "prompt": prompt[0].tolist(), "temperature": 0, "max_tokens": 9}
+    endless = {} if streaming is None else dataclasses.asdict(streaming)
+    expected = model.generate(prompt, max_new_tokens=9, do_sample=False, pad_token_id=0, **endless)[0, 150:]
+    monkeypatch.setattr(type(model), "generate", watched)
+    with running(model, tokenizer, streaming) as server:
+        worker = server.config.app.state.worker
+        with asked(server, "/v1/completions", **asks):
+            until(lambda: worker.now)
+            leave.release()
+            until(lambda: len(read) == 1)
+        until(lambda: worker.now is None or worker.now.gone)
+        leave.release(100)
+        until(lambda: worker.now is None)
+        assert read in ([32], [32, 64])
+        del read[:]
+        answer = client_of(server).completions.create(**asks)
+        assert answer.choices[0].text == tokenizer.decode(expected, skip_special_tokens=True)
+        reused = answer.usage.prompt_tokens_details.cached_tokens
+        assert read == [*range(reused + 32, 150, 32), 150] and reused in (32, 64, 0)
+
+
 # Texts without an end
 
 
 def test_a_long_prompt_passes_with_a_cache_that_forgets(model: Any, tokenizer: Any) -> None:
-    messages = [{"role": "user", "content": "name " * 400}]
+    messages = [{"role": "user", "content": "name " * 300}]
     with running(model, tokenizer, StreamingOptions(64, 4)) as server:
         answer = chat(client_of(server), 9, messages=messages)
         prompt, ids = answer_ids(model, tokenizer, 9, messages, ctx_size=64)
