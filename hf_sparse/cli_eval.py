@@ -10,25 +10,15 @@ import typer
 from .cli_options import (
     EVALUATION,
     STREAMING,
-    CacheTokens,
-    CalibrationTexts,
-    CalibrationTokens,
-    ComputeDtype,
-    GgufFile,
-    GpuBudget,
-    GroupSize,
-    HeadDtype,
-    MaxPerplexityIncrease,
+    Loading,
     Model,
     NDiscard,
     NKeep,
-    TargetSparsity,
-    WeightDtype,
     check_parent,
     find_source,
     given,
-    load,
     stdout,
+    takes_loading_options,
     write_json,
 )
 
@@ -93,8 +83,10 @@ Plot = Annotated[
 ]
 
 
+@takes_loading_options
 def evaluate(
     model: Model,
+    loading: Loading,
     texts: Texts = None,
     tokens: Tokens = None,
     window: Window = None,
@@ -106,17 +98,6 @@ def evaluate(
     n_discard: NDiscard = None,
     window_step: WindowStep = None,
     plot: Plot = None,
-    gguf_file: GgufFile = None,
-    gpu_budget: GpuBudget = None,
-    cache_tokens: CacheTokens = None,
-    weight_dtype: WeightDtype = "nf4",
-    compute_dtype: ComputeDtype = None,
-    group_size: GroupSize = None,
-    head_dtype: HeadDtype = None,
-    max_perplexity_increase: MaxPerplexityIncrease = 0.01,
-    target_sparsity: TargetSparsity = None,
-    calibration_texts: CalibrationTexts = None,
-    calibration_tokens: CalibrationTokens = 8192,
 ) -> None:
     """Compares the model with its rules, without them, and with the weights as they came; or caches that forget."""
     from transformers import AutoTokenizer
@@ -135,9 +116,8 @@ def evaluate(
     check_parent(json_file)
     if plot is not None:
         check_plot(plot)
-    source = find_source(model, gguf_file)
-    calibration = max_perplexity_increase, target_sparsity, calibration_texts, calibration_tokens
-    sparse = load(source, gpu_budget, cache_tokens, weight_dtype, compute_dtype, group_size, head_dtype, *calibration)
+    source = find_source(model, loading.gguf_file)
+    sparse = loading.load(source)
     tokenizer = AutoTokenizer.from_pretrained(**source)
     if streaming:
         from .streaming_evaluation import evaluate_streaming

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 from rich.console import Console
@@ -78,13 +82,25 @@ CalibrationTexts = Annotated[
     ),
 ]
 CalibrationTokens = Annotated[
-    int, typer.Option(metavar="COUNT", help="Tokens to calibrate on.", rich_help_panel=LOADING)
+    int | None, typer.Option(metavar="COUNT", help="Tokens to calibrate on. Default: 8192.", rich_help_panel=LOADING)
 ]
 MaxPerplexityIncrease = Annotated[
-    float,
+    float | None,
     typer.Option(
-        metavar="SHARE", help="What skipping may cost: 0.01 is 1%; 0 skips exact zeros only.", rich_help_panel=LOADING
+        metavar="SHARE",
+        help="What skipping may cost; 0 skips exact zeros only. Default: 0.01, which is 1%.",
+        rich_help_panel=LOADING,
     ),
+]
+Plan = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PLAN", help="A folder or a hub id with a plan, to calibrate nothing.", rich_help_panel=LOADING
+    ),
+]
+PlanRevision = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Branch, tag or commit of a plan on the hub.", rich_help_panel=LOADING),
 ]
 Prompt = Annotated[str, typer.Option("--prompt", "-p", metavar="TEXT", help="What the model answers or continues.")]
 MaxNewTokens = Annotated[
@@ -145,39 +161,73 @@ def find_source(model: str, gguf_file: str | None) -> dict[str, Any]:
     return {"pretrained_model_name_or_path": str(Path(model).parent), "gguf_file": Path(model).name}
 
 
-def load(
-    source: dict[str, Any],
-    gpu_budget: str | None,
-    cache_tokens: int | None,
-    weight_dtype: str,
-    compute_dtype: str | None,
-    group_size: int | None,
-    head_dtype: str | None,
-    max_perplexity_increase: float,
-    target_sparsity: float | None,
-    calibration_texts: str | None,
-    calibration_tokens: int,
-) -> SparseMixin:
-    from .auto import SparseAutoModelForCausalLM
-    from .config import WeightOnlyQuantConfig
+@dataclass(frozen=True)
+class Loading:
+    """How a model is loaded: a command that takes one, in `takes_loading_options`, has an option for each field."""
 
-    options = given(compute_dtype=compute_dtype, group_size=group_size, head_dtype=head_dtype)
-    if weight_dtype == "none" and options:
-        raise ValueError(f"{', '.join(options)}: needs quantized weights, but weight_dtype is 'none'")
-    if head_dtype == "none":
-        options["head_dtype"] = None
-    quantization = None if weight_dtype == "none" else WeightOnlyQuantConfig(weight_dtype=weight_dtype, **options)
-    model: Any = SparseAutoModelForCausalLM.from_pretrained(
-        **source,
-        quantization_config=quantization,
-        gpu_budget=gpu_budget,
-        cache_tokens=cache_tokens,
-        max_perplexity_increase=max_perplexity_increase,
-        target_sparsity=target_sparsity,
-        calibration_texts=calibration_texts,
-        calibration_tokens=calibration_tokens,
-    )
-    return model
+    gguf_file: GgufFile = None
+    gpu_budget: GpuBudget = None
+    cache_tokens: CacheTokens = None
+    plan: Plan = None
+    plan_revision: PlanRevision = None
+    weight_dtype: WeightDtype = "nf4"
+    compute_dtype: ComputeDtype = None
+    group_size: GroupSize = None
+    head_dtype: HeadDtype = None
+    max_perplexity_increase: MaxPerplexityIncrease = None
+    target_sparsity: TargetSparsity = None
+    calibration_texts: CalibrationTexts = None
+    calibration_tokens: CalibrationTokens = None
+
+    def load(self, source: dict[str, Any]) -> SparseMixin:
+        """The model at `source`, which `find_source` gave."""
+        from .auto import SparseAutoModelForCausalLM
+        from .config import WeightOnlyQuantConfig
+
+        packing = given(compute_dtype=self.compute_dtype, group_size=self.group_size, head_dtype=self.head_dtype)
+        if self.weight_dtype == "none" and packing:
+            raise ValueError(f"{', '.join(packing)}: needs quantized weights, but weight_dtype is 'none'")
+        if self.head_dtype == "none":
+            packing["head_dtype"] = None
+        model: Any = SparseAutoModelForCausalLM.from_pretrained(
+            **source,
+            quantization_config=None
+            if self.weight_dtype == "none"
+            else WeightOnlyQuantConfig(weight_dtype=self.weight_dtype, **packing),
+            gpu_budget=self.gpu_budget,
+            cache_tokens=self.cache_tokens,
+            plan=self.plan,
+            plan_revision=self.plan_revision,
+            **given(
+                max_perplexity_increase=self.max_perplexity_increase,
+                target_sparsity=self.target_sparsity,
+                calibration_texts=self.calibration_texts,
+                calibration_tokens=self.calibration_tokens,
+            ),
+        )
+        return model
+
+
+def takes_loading_options(command: Callable[..., None]) -> Callable[..., None]:
+    """`command`, whose parameter `loading` typer sees as the options of `Loading`."""
+    fields = get_type_hints(Loading, include_extras=True)
+    signature = inspect.signature(command, eval_str=True)
+    parameters = []
+    for parameter in signature.parameters.values():
+        if parameter.annotation is not Loading:
+            parameters.append(parameter)
+            continue
+        for name, annotation in fields.items():
+            parameters.append(parameter.replace(name=name, annotation=annotation, default=getattr(Loading, name)))
+
+    @functools.wraps(command)
+    def with_options(**options: Any) -> None:
+        loading = Loading(**{name: options.pop(name) for name in fields if name in options})
+        command(**options, loading=loading)
+
+    with_options.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    with_options.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return with_options
 
 
 def given(**options: Any) -> dict[str, Any]:

@@ -10,31 +10,23 @@ import typer
 
 from .cli_options import (
     STREAMING,
-    CacheTokens,
-    CalibrationTexts,
-    CalibrationTokens,
-    ComputeDtype,
-    GgufFile,
-    GpuBudget,
-    GroupSize,
-    HeadDtype,
-    MaxPerplexityIncrease,
+    Loading,
     Model,
     NDiscard,
     NKeep,
-    TargetSparsity,
-    WeightDtype,
     find_source,
     given,
-    load,
     stderr,
+    takes_loading_options,
 )
 
 SERVER = "Server"
 
 
+@takes_loading_options
 def serve(
     model: Model,
+    loading: Loading,
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Where to listen.", rich_help_panel=SERVER)] = (
         "127.0.0.1"
     ),
@@ -59,17 +51,6 @@ def serve(
     ] = None,
     n_keep: NKeep = None,
     n_discard: NDiscard = None,
-    gguf_file: GgufFile = None,
-    gpu_budget: GpuBudget = None,
-    cache_tokens: CacheTokens = None,
-    weight_dtype: WeightDtype = "nf4",
-    compute_dtype: ComputeDtype = None,
-    group_size: GroupSize = None,
-    head_dtype: HeadDtype = None,
-    max_perplexity_increase: MaxPerplexityIncrease = 0.01,
-    target_sparsity: TargetSparsity = None,
-    calibration_texts: CalibrationTexts = None,
-    calibration_tokens: CalibrationTokens = 8192,
 ) -> None:
     """Serves the model to OpenAI's clients: chat and text completions, one at a time, in turns. Ctrl-C ends it."""
     from transformers import AutoTokenizer
@@ -82,13 +63,10 @@ def serve(
     if endless and ctx_size is None:
         raise ValueError(f"{', '.join(endless)}: only with --ctx-size")
     streaming = None if ctx_size is None else StreamingOptions(ctx_size, **endless)
-    source = find_source(model, gguf_file)
+    source = find_source(model, loading.gguf_file)
     with contextlib.closing(bound_socket(host, port)) as bound:
         tokenizer: Any = AutoTokenizer.from_pretrained(**source)
-        calibration = max_perplexity_increase, target_sparsity, calibration_texts, calibration_tokens
-        sparse = load(
-            source, gpu_budget, cache_tokens, weight_dtype, compute_dtype, group_size, head_dtype, *calibration
-        )
+        sparse = loading.load(source)
         called = name or (Path(model).resolve().name if Path(model).exists() else model)
         server = Server(make_app(sparse, tokenizer, called, streaming))
         address = bound.getsockname()

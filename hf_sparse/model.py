@@ -304,23 +304,36 @@ class SparseMixin(PlacedMixin, StreamingMixin):
             measure_speed: decode some tokens, for the card.
             private, token, revision, create_pr: as in `hf_sparse.hub.publish`, whose errors these are.
         """
-        plan = self.plan if base_model is None else dataclasses.replace(self.plan, base_model=base_model)
         with tempfile.TemporaryDirectory(prefix="hf_sparse-") as aside:
             folder = Path(aside, "plan")
-            plan.save_pretrained(folder)
-            speed = measure_decode_speed(self) if measure_speed else None
-            plots = draw_plots(self, folder)
-            card = plan_card(
-                plan,
-                folder,
-                repo_id,
-                model_bytes=self.get_memory_footprint(),
-                license=license,
-                speed=speed,
-                plots=plots,
+            self.save_plan_with_card(
+                folder, repo_id, base_model=base_model, license=license, measure_speed=measure_speed
             )
-            card.save(folder / "README.md")
             return publish(folder, repo_id, commit_message=commit_message, **kwargs)
+
+    def save_plan_with_card(
+        self,
+        folder: str | os.PathLike[str],
+        repo_id: str,
+        *,
+        base_model: str | None = None,
+        license: str | None = None,
+        measure_speed: bool = True,
+    ) -> None:
+        """Writes to `folder` what `push_plan_to_hub` publishes: plan, card and plots."""
+        plan = self.plan if base_model is None else dataclasses.replace(self.plan, base_model=base_model)
+        folder = Path(folder)
+        plan.save_pretrained(folder)
+        card = plan_card(
+            plan,
+            folder,
+            repo_id,
+            model_bytes=self.get_memory_footprint(),
+            license=license,
+            speed=measure_decode_speed(self) if measure_speed else None,
+            plots=draw_plots(self, folder),
+        )
+        card.save(folder / "README.md")
 
     def to(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Raises ValueError for another device than the primary tier's: neurons are where the plan put them."""

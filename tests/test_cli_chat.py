@@ -20,6 +20,7 @@ from typer.testing import CliRunner, Result
 from hf_sparse import SparseAutoModelForCausalLM, WeightOnlyQuantConfig, cli_chat
 from hf_sparse.chat import Chat
 from hf_sparse.cli import app
+from hf_sparse.cli_options import Loading
 from tiny_models import save_checkpoint, save_tokenizer
 
 TEMPLATE = (
@@ -185,7 +186,7 @@ def test_debug_shows_the_traceback_and_goes_on(directory: Path) -> None:
 def test_what_is_refused_before_anything_is_loaded(
     directory: Path, options: list[str], named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli_chat, "load", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(Loading, "load", lambda *_: pytest.fail("loaded"))
     result = talk(directory, "Is it?\n", *options)
     assert result.exit_code == 1 and result.stdout == "" and named in errors(result)[0]
 
@@ -193,7 +194,7 @@ def test_what_is_refused_before_anything_is_loaded(
 def test_a_model_without_a_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_checkpoint("llama", tmp_path)
     save_tokenizer(tmp_path)
-    monkeypatch.setattr(cli_chat, "load", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(Loading, "load", lambda *_: pytest.fail("loaded"))
     result = talk(tmp_path, "Is it?\n")
     assert result.exit_code == 1 and "has no chat template, which says how turns are written" in errors(result)[0]
 

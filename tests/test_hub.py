@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,12 +14,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from huggingface_hub import HfApi, ModelCard
 from safetensors import safe_open
+from typer.testing import CliRunner
 
 from hf_sparse import PlacementPlan, SparseAutoModelForCausalLM
+from hf_sparse.cli import app
 from hf_sparse.hub import is_repo_id
 from hub_double import TOKEN, HubDouble
 from hub_user import logged_in
@@ -190,6 +194,32 @@ def test_a_plan_holds_no_weights(hub: HubDouble, model: Any, tmp_path: Path) -> 
             "below",
             "predictor",
         }
+
+
+# The command line
+
+
+def test_pushing_and_loading_by_commands(hub: HubDouble, folder: Path, model: Any, tmp_path: Path) -> None:
+    def command(*arguments: object) -> str:
+        done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    quick = ("--calibration-tokens", 64, "--max-perplexity-increase", 0.02)
+    command("push", folder, NAME, *quick, "--no-measure-speed", "--license", "mit", "--base-model", "someone/llama")
+    card = ModelCard.load(NAME)
+    assert card.data.license == "mit" and card.data.base_model == "someone/llama"
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("hf_sparse_plan"))
+    output = command("plan", copy, "--plan", NAME).replace("\n", "")
+    assert f"Saved in {huggingface_hub.constants.HF_HUB_CACHE}" in output  # nothing was calibrated
+    assert not list(copy.rglob("plan.json"))
+    requests = len(hub.requests)
+    command("push", folder, "user/other", *quick, "--no-measure-speed", "--to", tmp_path / "card")
+    assert {"README.md", "plan.json", "plan.safetensors", "plots"} == {p.name for p in (tmp_path / "card").iterdir()}
+    assert len(hub.requests) == requests
+    again = CliRunner().invoke(app, ["push", str(folder), "user/other", "--to", str(tmp_path / "card")])
+    assert again.exit_code == 1 and "expected a folder that is not there yet" in again.output.replace("\n", " ")
 
 
 # What goes wrong

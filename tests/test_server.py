@@ -22,8 +22,8 @@ import torch
 from chat_models import chat_tokenizer, load, save_chat_model
 from typer.testing import CliRunner
 
-from hf_sparse import cli_serve
 from hf_sparse.cli import app as command_line
+from hf_sparse.cli_options import Loading
 from hf_sparse.completion import RequestError
 from hf_sparse.modeling import StreamingOptions
 from hf_sparse.server import MAX_BODY, Server, bound_socket, make_app
@@ -545,7 +545,7 @@ def serve(directory: Path, *options: object) -> Any:
 @pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_ends_it(directory: Path, model: Any, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
-    monkeypatch.setattr(cli_serve, "load", lambda *_: model)
+    monkeypatch.setattr(Loading, "load", lambda *_: model)
     started = threading.Event()
     run = Server.run
 
@@ -583,7 +583,7 @@ def test_ctrl_c_ends_it(directory: Path, model: Any, gate: Gate, monkeypatch: py
 
 
 def test_without_the_extra_it_says_what_to_install(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli_serve, "load", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(Loading, "load", lambda *_: pytest.fail("loaded"))
     monkeypatch.delitem(sys.modules, "hf_sparse.server")
     monkeypatch.setitem(sys.modules, "fastapi", None)
     result = serve(directory)
@@ -592,7 +592,7 @@ def test_without_the_extra_it_says_what_to_install(directory: Path, monkeypatch:
 
 
 def test_what_is_refused_before_anything_is_loaded(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli_serve, "load", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(Loading, "load", lambda *_: pytest.fail("loaded"))
     with contextlib.closing(bound_socket("127.0.0.1", 0)) as taken:
         taken.listen()
         port = taken.getsockname()[1]
