@@ -227,6 +227,7 @@ h2 { font-size: 1.2rem; margin: 2.5rem 0 .5rem; }
 p { margin: .5rem 0; }
 figure { margin: 1rem 0; }
 svg { display: block; width: 100%; max-width: 36rem; height: auto; margin: 0 auto; }
+[id$="-cells"] { shape-rendering: crispEdges; } /* no seams between them */
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
 th, td { padding: .25rem .6rem; border-bottom: 1px solid var(--line); text-align: right; vertical-align: top; }

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .model import SparseMixin
 
 GROUPS = 32  # of neurons, in the heat map
-# After Okabe and Ito, so that colour-blind eyes tell them apart; each has a contrast of 4 or more to its page.
+# After Okabe and Ito, so that colour-blind eyes tell them apart; all but the grid have a contrast of 4.5 or more.
 LIGHT = {
     "text": "#1b1d21",
     "grid": "#8a8f98",
@@ -45,7 +45,7 @@ DARK = {
     "fifth": "#d8c840",
     "sixth": "#a9b0ff",
 }
-_RAMP = {"light": (0.0, 0.72), "dark": (0.38, 0.97)}  # of matplotlib's plasma: what stands out from the page
+_RAMP = {"light": (0.0, 0.63), "dark": (0.42, 0.97)}  # of matplotlib's plasma: contrasts of 3 or more
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,9 @@ def ramp(layers: int, scheme: str = "light") -> list[str]:
 def number(fields: dict[str, Any], name: str) -> float | None:
     """A field of a calibration report, which may hold anything."""
     value = fields.get(name)
-    known = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e15
-    return float(value) if known else None
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e15:
+        return float(value)
+    return None
 
 
 def share(value: float | Tensor | None, digits: int = 1) -> str:
@@ -149,7 +150,7 @@ def _frequency(model: SparseMixin) -> Exhibit:
 
 def _power_law(active: Tensor) -> bool:
     """Whether many neurons are rare: else axes of a power law would hide that most are hot."""
-    return float(active.quantile(0.25)) < 0.05
+    return float(active.quantile(0.25)) < 0.05 and float(active.max()) > 0
 
 
 def _spaced(neurons: int, logarithmic: bool) -> Tensor:
@@ -222,7 +223,7 @@ def _taken(values: Tensor, of: float) -> float:
 
 def _needed(values: Tensor, of: float) -> float:
     """The least share of the neurons that take `of` of the activations together."""
-    return int((_cumulative(values) < of * (1 - 1e-12)).sum()) / len(values)
+    return min(1.0, int((_cumulative(values) < of * (1 - 1e-12)).sum()) / len(values))
 
 
 # Where they lie
@@ -322,7 +323,7 @@ def _cells(lies: list[list[list[float]]], layers: list[int], colors: list[str]) 
                     x, y = (left / len(of), start / len(of)), (layer - 0.5, layer + 0.5)
                     corners.append([(x[0], y[0]), (x[1], y[0]), (x[1], y[1]), (x[0], y[1])])
                     faces.append(to_rgba(color, alpha))
-    return PolyCollection(corners, facecolors=faces, linewidths=0)
+    return PolyCollection(corners, facecolors=faces, linewidths=0, gid="cells")
 
 
 # Predictors
@@ -455,7 +456,7 @@ def _quality(model: SparseMixin) -> Exhibit:
         axes.set_ylim(0, max(0.1, 1.25 * max(unread.values())))
         axes.legend(loc="upper right", ncols=3)
 
-    rows = []
+    rows = [("all", share(None if total is None else 1 - total), "–", "–")]
     for id in sorted(model.plan.blocks):
         rule = model.plan.rules.get(id)
         kind, places = ("none", "") if rule is None else (rule.kind, ", ".join(sorted(rule.below)))
