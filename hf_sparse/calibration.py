@@ -105,6 +105,7 @@ def calibrate(
             "max_perplexity_increase": None if options.target_sparsity else options.max_perplexity_increase,
             "target_sparsity": options.target_sparsity,
             "bytes_read_share": read,
+            "curve": search.curve(),
             "read_shares": {
                 str(block.id): round(block.read_bytes() / block.weight_bytes, 4) for block in hybrid_blocks(model)
             },
@@ -353,6 +354,10 @@ class Search:
             found = perplexity(self.model, self.held_out, "always")
             self.tried[level] = found, 1 - (self.model.read_share() or 1.0)
         return self.tried[level]
+
+    def curve(self) -> list[list[float]]:
+        """Of every level tried: share of the blocks' bytes left unread, perplexity."""
+        return sorted([round(unread, 6), found] for found, unread in self.tried.values() if math.isfinite(found))
 
     def find(self, fits: Callable[[float, float], bool], start: float | None = None) -> float:
         """The highest level at which `fits(perplexity, share unread)` holds, within 2%: both grow with it."""

@@ -30,7 +30,7 @@ def report(
     check_output(output)  # said now, not after minutes of loading
     source = find_source(model, loading.gguf_file)
     sparse = loading.load(source)
-    folder = Path(model)
-    name = folder.resolve().name if folder.exists() else model
+    file, folder = source["gguf_file"], Path(model)
+    name = Path(file).stem if file else folder.resolve().name if folder.exists() else model
     write_report(sparse, output, name=sparse.plan.base_model or name)
     stdout.print(f"Written to {output}", highlight=False, markup=False, soft_wrap=True)

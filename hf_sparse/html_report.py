@@ -16,7 +16,8 @@ from markupsafe import Markup
 
 from . import __version__
 from .report import format_bytes
-from .report_plots import DARK, LIGHT, Exhibit, asked, exhibits, number, ramp, share
+from .report_exhibit import DARK, LIGHT, Exhibit, asked, number, ramp, share
+from .report_plots import exhibits
 
 if TYPE_CHECKING:
     from .model import SparseMixin

@@ -1,14 +1,9 @@
-"""What is worth seeing of a loaded model: exhibits, each with the figures that its plot was drawn of.
-
-Plots are drawn in the colours of `LIGHT`; `html_report` has them follow a dark page by exchanging each for its `DARK`
-counterpart.
-"""
+"""What is worth seeing of a loaded model: exhibits, each with the figures that its plot was drawn of."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,76 +14,26 @@ from hf_sparse.modeling import BlockId
 from .cost_model import token_time
 from .placing import placement_blocks
 from .report import format_bytes
+from .report_exhibit import LIGHT, Exhibit, ramp, share
+from .report_quality import curve, quality
 
 if TYPE_CHECKING:
     from .model import SparseMixin
 
 GROUPS = 32  # of neurons, in the heat map
-# After Okabe and Ito, so that colour-blind eyes tell them apart; all but the grid have a contrast of 4.5 or more.
-LIGHT = {
-    "text": "#1b1d21",
-    "grid": "#8a8f98",
-    "last": "#0067a8",
-    "first": "#c44e00",
-    "third": "#00805b",
-    "fourth": "#a3467f",
-    "fifth": "#6b6100",
-    "sixth": "#555fc0",
-}
-DARK = {
-    "text": "#e6e8eb",
-    "grid": "#7d838d",
-    "last": "#62b6f0",
-    "first": "#ff9f5a",
-    "third": "#3fd0a0",
-    "fourth": "#e79ac5",
-    "fifth": "#d8c840",
-    "sixth": "#a9b0ff",
-}
-_RAMP = {"light": (0.0, 0.63), "dark": (0.42, 0.97)}  # of matplotlib's plasma: contrasts of 3 or more
-
-
-@dataclass(frozen=True)
-class Exhibit:
-    """`text`: what is seen, in sentences. `alt`: the plot for who cannot see it. `columns`, `rows`: the figures, the
-    first of a row names it. `draw(figure)` draws on an empty matplotlib Figure, `height` inches high; None where there
-    is nothing to draw, and `text` says why.
-    """
-
-    name: str
-    title: str
-    text: str
-    alt: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    draw: Callable[[Any], None] | None
-    height: float = 2.8
 
 
 def exhibits(model: SparseMixin) -> list[Exhibit]:
     """In the order in which they explain each other."""
-    return [_frequency(model), _shares(model), _heat_map(model), _predictors(model), _time(model), _quality(model)]
-
-
-def ramp(layers: int, scheme: str = "light") -> list[str]:
-    """A colour for each layer, by depth, that stands out from a page that is "light" or "dark"."""
-    from matplotlib import colormaps
-    from matplotlib.colors import to_hex
-
-    low, high = _RAMP[scheme]
-    return [to_hex(colormaps["plasma"](low + (high - low) * i / max(1, layers - 1))) for i in range(layers)]
-
-
-def number(fields: dict[str, Any], name: str) -> float | None:
-    """A field of a calibration report, which may hold anything."""
-    value = fields.get(name)
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e15:
-        return float(value)
-    return None
-
-
-def share(value: float | Tensor | None, digits: int = 1) -> str:
-    return "unknown" if value is None else f"{float(value):.{digits}%}"
+    return [
+        _frequency(model),
+        _shares(model),
+        _heat_map(model),
+        _predictors(model),
+        _time(model),
+        quality(model),
+        curve(model),
+    ]
 
 
 # How often neurons are computed
@@ -426,66 +371,3 @@ def _time(model: SparseMixin) -> Exhibit:
         tuple(rows),
         draw,
     )
-
-
-# Quality
-
-
-def _quality(model: SparseMixin) -> Exhibit:
-    report = model.plan.calibration_report
-    found = report.get("read_shares")
-    read = {id: number(found, str(id)) for id in sorted(model.plan.blocks)} if isinstance(found, dict) else {}
-    unread = {id: 1 - value for id, value in read.items() if value is not None}
-    total = number(report, "bytes_read_share")
-    dense, sparse = number(report, "dense_perplexity"), number(report, "sparse_perplexity")
-
-    def draw(figure: Any) -> None:
-        from matplotlib.ticker import MaxNLocator, PercentFormatter
-
-        axes = figure.subplots()
-        for side, (kind, label, color) in enumerate(
-            (("attention", "attention", LIGHT["fourth"]), ("mlp", "MLP", LIGHT["third"]))
-        ):
-            of = {id.layer: value for id, value in unread.items() if id.kind == kind}
-            axes.bar([layer + 0.4 * side - 0.2 for layer in of], list(of.values()), 0.4, color=color, label=label)
-        if total is not None:
-            axes.axhline(1 - total, color=LIGHT["text"], lw=1, ls="--", label="all blocks")
-        axes.set(xlabel="layer", ylabel="weights left unread")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-        axes.set_ylim(0, max(0.1, 1.25 * max(unread.values())))
-        axes.legend(loc="upper right", ncols=3)
-
-    rows = [("all", share(None if total is None else 1 - total), "–", "–")]
-    for id in sorted(model.plan.blocks):
-        rule = model.plan.rules.get(id)
-        kind, places = ("none", "") if rule is None else (rule.kind, ", ".join(sorted(rule.below)))
-        block = f"{id.layer}, {'MLP' if id.kind == 'mlp' else id.kind}"
-        rows.append((block, share(unread.get(id)), kind, places or "–"))
-    parts = [f"Asked: {asked(report)}."]
-    if dense and sparse:
-        parts.append(f"Got: perplexity {sparse:.4f} instead of {dense:.4f} ({sparse / dense - 1:+.2%})")
-        parts[-1] += "." if total is None else f", with {1 - total:.1%} of the blocks' weights left unread."
-    parts.append(
-        "Calibration keeps this one point, not the curve that it searched along; hf-sparse eval measures others. How "
-        "much each place of a block saves is not kept either: the table says where its rule looks."
-    )
-    worst = f" from {min(unread.values()):.1%} to {max(unread.values()):.1%}" if unread else ""
-    return Exhibit(
-        "quality",
-        "Quality and what is left unread",
-        " ".join(parts),
-        f"Bars by layer, one for attention and one for the MLP: the share of their weights that a token leaves "
-        f"unread,{worst}.",
-        ("block", "weights left unread", "rule", "places"),
-        tuple(rows),
-        draw if unread else None,
-    )
-
-
-def asked(report: dict[str, Any]) -> str:
-    """What calibration was to keep to."""
-    target, increase = number(report, "target_sparsity"), number(report, "max_perplexity_increase")
-    if target is not None:
-        return f"{target:.0%} of the blocks' weights left unread, whatever that costs"
-    return "unknown" if increase is None else f"at most {100 * increase:+g}% perplexity"

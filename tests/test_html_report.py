@@ -210,10 +210,20 @@ def test_predictors_are_shown_where_there_are_some_and_a_calibration_report_may_
     assert facts["Achieved"].startswith("unknown")
 
 
+def test_the_curve_is_what_calibration_tried(split: Any) -> None:
+    report = split.plan.calibration_report
+    assert len(report["curve"]) > 2 and report["curve"] == sorted(report["curve"])
+    rows = Page(html_report(split)).tables["Quality against sparsity"][1:]
+    assert [row[:2] for row in rows] == [[f"{unread:.1%}", f"{found:.4f}"] for unread, found in report["curve"]]
+    chosen = 1 - report["bytes_read_share"], report["sparse_perplexity"]
+    assert any(abs(a - chosen[0]) < 1e-3 and abs(b / chosen[1] - 1) < 1e-3 for a, b in report["curve"])
+
+
 def test_pictures_are_png(split: Any) -> None:
     pictures = figure_bytes(split)
     assert list(pictures) == list(figure_texts(split))
-    assert {"activation_frequency", "activation_shares", "placement", "predicted_time", "quality"} == set(pictures)
+    drawn = {"activation_frequency", "activation_shares", "placement", "predicted_time", "quality", "curve"}
+    assert drawn == set(pictures)
     for png in pictures.values():
         assert png.startswith(b"\x89PNG\r\n\x1a\n")
         width, height = struct.unpack(">II", png[16:24])
