@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from dataclasses import dataclass
@@ -91,12 +92,15 @@ def plan_card(
     folder: Path,
     repo_id: str,
     *,
+    loaded_by: str | None,
     model_bytes: int,
     license: str | None = None,
     speed: Speed | None = None,
     plots: dict[str, str] | None = None,
 ) -> ModelCard:
-    """The card of `plan`, which lies in `folder`. `plots`: file name -> what it shows."""
+    """The card of `plan`, which lies in `folder`. `loaded_by`: the id by which the model that it fits is loaded;
+    None: from a folder. `plots`: file name -> what it shows.
+    """
     base = plan.base_model
     report = plan.calibration_report
     plan_bytes = sum((folder / file).stat().st_size for file in (PLAN_JSON, PLAN_TENSORS))
@@ -122,7 +126,8 @@ def plan_card(
         title=repo_id.rpartition("/")[2],
         repo_id=repo_id,
         base=f"`{base}`" if base else f"a {plan.model_type} model in a folder",
-        loading=_loading(base, plan),
+        loading=_loading(loaded_by, plan),
+        file=plan.gguf_file,
         revision=plan.base_model_revision,
         fingerprint=plan.key.checkpoint,
         stored=", ".join(f"{k} {v}" for k, v in quantization.items()) or "the checkpoint has them, not quantized",
@@ -157,13 +162,19 @@ def _texts(texts: str | None) -> str:
     return "written by the model itself" if texts == "default" else "the user's own texts"
 
 
-def _loading(base: str | None, plan: PlacementPlan) -> str:
+def _loading(name: str | None, plan: PlacementPlan) -> str:
     """The arguments of from_pretrained before `plan`, in Python."""
-    name = repr(base or "FOLDER_OF_THE_MODEL").replace("'", '"')
-    fields = {k: v for k, v in plan.key.quantization.items() if k not in ("quant_method", "format_version")}
-    if not fields:
-        return name
-    return f"{name},\n    quantization_config={{'quant_method': 'hf_sparse', {str(fields)[1:-1]}}}".replace("'", '"')
+    lines = [json.dumps(name or "FOLDER_OF_THE_MODEL")]
+    if plan.gguf_file is not None:
+        lines.append(f"gguf_file={json.dumps(plan.gguf_file)}")
+    if quantization := {k: v for k, v in plan.key.quantization.items() if k != "format_version"}:
+        fields = "".join(f"        {json.dumps(k)}: {_as_python(v)},\n" for k, v in quantization.items())
+        lines.append(f"quantization_config={{\n{fields}    }}")
+    return ",\n    ".join(lines)
+
+
+def _as_python(value: object) -> str:
+    return "None" if value is None else json.dumps(value)
 
 
 def _layers(plan: PlacementPlan) -> list[list[str]]:

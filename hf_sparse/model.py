@@ -321,6 +321,8 @@ class SparseMixin(PlacedMixin, StreamingMixin):
         measure_speed: bool = True,
     ) -> None:
         """Writes to `folder` what `push_plan_to_hub` publishes: plan, card and plots."""
+        # which file of another repository a GGUF is, nobody knows here
+        loaded_by = (base_model or self.plan.base_model) if self.plan.gguf_file is None else self.plan.base_model
         plan = self.plan if base_model is None else dataclasses.replace(self.plan, base_model=base_model)
         folder = Path(folder)
         plan.save_pretrained(folder)
@@ -328,6 +330,7 @@ class SparseMixin(PlacedMixin, StreamingMixin):
             plan,
             folder,
             repo_id,
+            loaded_by=loaded_by,
             model_bytes=self.get_memory_footprint(),
             license=license,
             speed=measure_decode_speed(self) if measure_speed else None,
@@ -401,7 +404,11 @@ def sparse_class(cls: type[PreTrainedModel]) -> type[SparseMixin]:
     return type(
         cls.__name__,
         (SparseMixin, cls),
-        {"__module__": cls.__module__, "_can_compile_fullgraph": False, "forward": _with_native_steps(cls.forward)},
+        {
+            "__module__": cls.__module__,
+            "_can_compile_fullgraph": False,
+            "forward": torch.compiler.disable(_with_native_steps(cls.forward)),
+        },
     )
 
 

@@ -33,6 +33,7 @@ PLAN_JSON, PLAN_TENSORS = "plan.json", "plan.safetensors"
 FORMAT, FORMAT_VERSION = "hf_sparse.plan", 2
 _LARGEST_JSON = 2**26
 _NAME = r"[\w.-]{1,96}(/[\w.-]{1,96})?"
+_FILE = r"[\w.()+ -]{1,250}\.gguf"
 _PREDICTOR_TENSORS = ("fc1", "fc2", "bias")
 LARGEST_WEIGHT = 1e30  # of a predictor: larger ones have no place in every format of weights
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -104,7 +105,7 @@ class PlacementPlan:
 
     `rules[id]` is one for each MLP block at least. `predictors[id]` is there exactly where the rule's kind is
     "predicted". `calibration_report` is any JSON value. `base_model` and `base_model_revision` are the Hub id and the
-    commit of what was calibrated, where it came from the Hub.
+    commit of what was calibrated, where it came from the Hub; `gguf_file` the name of its file, where that is a GGUF.
     """
 
     key: PlanKey
@@ -116,6 +117,7 @@ class PlacementPlan:
     library_version: str
     base_model: str | None = None
     base_model_revision: str | None = None
+    gguf_file: str | None = None
 
     def __repr__(self) -> str:
         kinds = ", ".join(sorted({rule.kind for rule in self.rules.values()}))
@@ -183,6 +185,7 @@ class PlacementPlan:
             library_version=read.value("library_version", str),
             base_model=read.optional("base_model", str),
             base_model_revision=read.optional("base_model_revision", str),
+            gguf_file=read.optional("gguf_file", str),
         )
         blocks = read.inner("blocks")
         for text in blocks.fields:
@@ -268,6 +271,7 @@ def _to_json(plan: PlacementPlan, tensors_sha256: str) -> dict[str, Any]:
         "library_version": plan.library_version,
         "base_model": plan.base_model,
         "base_model_revision": plan.base_model_revision,
+        "gguf_file": plan.gguf_file,
         "model_type": plan.model_type,
         "key": vars(plan.key),
         "blocks": {
@@ -298,6 +302,8 @@ def _validate(plan: PlacementPlan, where: object) -> None:
     for field, name in (("base_model", plan.base_model), ("base_model_revision", plan.base_model_revision)):
         if name is not None and not (isinstance(name, str) and re.fullmatch(_NAME, name)):
             raise PlanError(where, field, name, "a repository id or commit, or null")
+    if (file := plan.gguf_file) is not None and not (isinstance(file, str) and re.fullmatch(_FILE, file)):
+        raise PlanError(where, "gguf_file", file, "the name of a file that ends in .gguf, or null")
     if not plan.blocks:
         raise PlanError(where, "blocks", "none", "at least one block")
     for id, profile in plan.blocks.items():

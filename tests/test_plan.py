@@ -59,6 +59,7 @@ def make_plan(seed: int = 0) -> PlacementPlan:
         library_version="0.1.0",
         base_model="someone/model",
         base_model_revision="0f" * 20,
+        gguf_file="model (1).Q4_0.gguf",
     )
 
 
@@ -96,6 +97,7 @@ def test_round_trip(saved: Path) -> None:
     assert (read.key, read.model_type, read.rules) == (plan.key, plan.model_type, plan.rules)
     assert (read.calibration_report, read.library_version) == (plan.calibration_report, plan.library_version)
     assert (read.base_model, read.base_model_revision) == (plan.base_model, plan.base_model_revision)
+    assert read.gguf_file == plan.gguf_file
     assert set(read.blocks) == set(plan.blocks)
     for id, profile in plan.blocks.items():
         assert torch.equal(read.blocks[id].impact, profile.impact)
@@ -220,10 +222,10 @@ def test_every_missing_field_and_every_wrong_type_is_named(saved: Path) -> None:
     text = (saved / "plan.json").read_text()
     paths = _paths(json.loads(text))
     assert ("blocks", "10.mlp", "neurons") in paths
-    assert len(paths) == 18
+    assert len(paths) == 19
     for path in paths:
         for wrong in (None, "remove", "7", 7.0, True, [], {"a": 1}):
-            if path[0].startswith("base_model") and wrong in (None, "remove"):
+            if path[0] in ("base_model", "base_model_revision", "gguf_file") and wrong in (None, "remove"):
                 continue  # a plan of a local model has none
             content = json.loads(text)
             inner = content
