@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -48,7 +48,7 @@ def push(
     if to is not None and (to.exists() or not to.parent.is_dir()):
         raise ValueError(f"to: got {to}, expected a folder that is not there yet, in one that is")
     sparse = loading.load(find_source(model, loading.gguf_file))
-    card = {"base_model": base_model, "license": license, "measure_speed": measure_speed}
+    card: dict[str, Any] = {"base_model": base_model, "license": license, "measure_speed": measure_speed}
     if to is not None:
         sparse.save_plan_with_card(to, repo_id, **card)
         stdout.print(f"Written to {to}", highlight=False, markup=False, soft_wrap=True)
