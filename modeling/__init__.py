@@ -4,11 +4,11 @@ if __name__ != "hf_sparse.modeling":  # a second name would make a second copy o
     raise ImportError(f"this package is hf_sparse.modeling: install hf_sparse and import it so, not as {__name__!r}")
 
 from .attention import HybridAttention
-from .block import BlockShape, HybridBlock
+from .block import BlockShape, HybridBlock, Projection
 from .cache import CacheStates, TieredCacheLayer
 from .engine import Engine, NotUsual
 from .families import FAMILIES, engine_of, family_of, has_exact_zeros, hybrid_blocks, swap_blocks
-from .head import PackedHead
+from .head import PackedHead, relative_error
 from .homes import move, settle_layers, settle_part
 from .mlp import HybridMLP
 from .neurons import BlockId, BlockKind, Placement, Tier, WeightFormat
@@ -46,6 +46,7 @@ __all__ = [
     "Place",
     "Placement",
     "Predictor",
+    "Projection",
     "SimulatedTier",
     "SkipRule",
     "Skipping",
@@ -64,6 +65,7 @@ __all__ = [
     "max_positions",
     "move",
     "note_forward",
+    "relative_error",
     "rules_apply",
     "settle_layers",
     "settle_part",

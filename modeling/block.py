@@ -278,10 +278,7 @@ class HybridBlock(nn.Module):
 
     def read_bytes_of(self, shard: Shard, counters: Tensor) -> float:
         """As `read_bytes`, of one part, by what `counters` say."""
-        shares = (
-            (self.read_share_of(name, matrix, counters), matrix.nbytes) for name, matrix in shard.matrices.items()
-        )
-        weights = sum(share * nbytes for share, nbytes in shares)
+        weights = sum(self.read_share_of(name, m, counters) * m.nbytes for name, m in shard.matrices.items())
         predictor = self.predictor_in_use if shard.predictor is None else shard.predictor
         return weights + (0 if self.predictor_in_use is None or predictor is None else predictor.nbytes)
 
@@ -317,38 +314,42 @@ class HybridBlock(nn.Module):
     # Loading: names are relative to the block, "gate_proj.weight", or "gate_proj.codes" and ".scales" of a saved model.
 
     def expected_tensors(self, quantized: bool) -> list[str]:
-        leaves = self.weights.packed_leaves if quantized else ("weight",)
-        return [
-            f"{p.name}.{leaf}" for p in self.projections.values() for leaf in (*leaves, *(("bias",) if p.bias else ()))
-        ]
+        names = []
+        for name, projection in self.projections.items():
+            leaves = self.form_of(name).packed_leaves if quantized else ("weight",)
+            names += [f"{name}.{leaf}" for leaf in (*leaves, *(("bias",) if projection.bias else ()))]
+        return names
 
-    def load(self, name: str, tensor: Tensor) -> None:
-        """Takes one tensor of the checkpoint and packs it. Raises ValueError where its shape does not fit the block."""
-        projection_name, _, leaf = name.rpartition(".")
-        projection = self.projections[projection_name]
+    def form_of(self, projection: str) -> WeightFormat:
+        return self.weights.of(self.id.layer, f"{self.prefix}{projection}")
+
+    def load(self, name: str, tensor: Tensor | NeuronMatrix) -> None:
+        """Takes a tensor of the checkpoint and packs it, or a packed weight. Raises ValueError where that is amiss."""
+        owner, _, leaf = name.rpartition(".")
+        projection, form = self.projections[owner], self.form_of(owner)
         stored = (sum(projection.rows) * self.neurons, projection.columns)
-        if leaf == "weight":
+        if isinstance(tensor, NeuronMatrix):
+            if (wanted := (*stored, form.weight_dtype)) != (got := (tensor.rows, tensor.cols, tensor.weight_dtype)):
+                raise ValueError(f"{self.id} {name}: expected [rows, columns, weight_dtype] {wanted}, got {got}")
+            self._matrices[owner] = tensor
+        elif leaf == "weight":
             weight = tensor.T if projection.writes else tensor
             if tuple(weight.shape) != stored:
                 expected = stored[::-1] if projection.writes else stored
                 raise ValueError(f"{self.id} {name}: expected shape {list(expected)}, got {list(tensor.shape)}")
-            self._matrices[projection_name] = NeuronMatrix.quantize(
-                weight, self.weights.weight_dtype, self.weights.group_size
-            )
+            self._matrices[owner] = NeuronMatrix.quantize(weight, form.weight_dtype, form.group_size)
         elif leaf == "bias":
             width = projection.columns if projection.writes else stored[0]
             if tuple(tensor.shape) != (width,):
                 raise ValueError(f"{self.id} {name}: expected shape [{width}], got {list(tensor.shape)}")
-            self._biases[projection_name] = tensor.clone()
+            self._biases[owner] = tensor.clone()
         else:
             self._packed[name] = tensor
-            names = {leaf: f"{projection_name}.{leaf}" for leaf in self.weights.packed_leaves}
+            names = {leaf: f"{owner}.{leaf}" for leaf in form.packed_leaves}
             if all(part in self._packed for part in names.values()):
                 parts = {leaf: self._packed.pop(part) for leaf, part in names.items()}
-                form = self.weights
-                self._matrices[projection_name] = NeuronMatrix.from_tensors(
-                    parts, form.weight_dtype, form.group_size, *stored
-                )
+                sizes = (form.weight_dtype, form.group_size, *stored)
+                self._matrices[owner] = NeuronMatrix.from_tensors(parts, *sizes)
 
     # Placing
 
@@ -398,9 +399,8 @@ class HybridBlock(nn.Module):
             shard = Shard(tier, neurons.to(tier.device, torch.int32), {}, {})
             for name, matrix in matrices.items():
                 rows = None if whole else self.projections[name].stored_rows(neurons, self.neurons)
-                shard.matrices[name] = (matrix if rows is None else matrix.select(rows.to(matrix.device))).to(
-                    tier.device
-                )
+                chosen = matrix if rows is None else matrix.select(rows.to(matrix.device))
+                shard.matrices[name] = chosen.to(tier.device)
                 if name in biases:
                     bias = biases[name]
                     shard.biases[name] = (bias if rows is None else bias[rows.to(bias.device)]).to(tier.device)

@@ -33,7 +33,7 @@ class PackedHead(nn.Module):
     def pack(self, weight: Tensor) -> float:
         """Takes `weight` [vocabulary, hidden]. Returns the relative error (Frobenius norm) of what is stored."""
         self.matrix = NeuronMatrix.quantize(weight.detach(), self.form.weight_dtype, self.form.group_size)
-        return _relative_error(weight, self.matrix)
+        return relative_error(weight, self.matrix)
 
     def load(self, leaf: str, tensor: Tensor) -> None:
         """Takes one tensor of a saved model. Raises ValueError where it does not fit."""
@@ -66,7 +66,7 @@ class PackedHead(nn.Module):
         return f"{self.in_features}, {self.out_features}, weights={self.matrix.weight_dtype}"
 
 
-def _relative_error(weight: Tensor, matrix: NeuronMatrix) -> float:
+def relative_error(weight: Tensor, matrix: NeuronMatrix) -> float:
     """|W' - W| / |W| (Frobenius) of packed weights against what they were packed from."""
     difference = total = 0.0
     step = max(1, 2**22 // matrix.cols)

@@ -42,14 +42,21 @@ class BlockId:
 class WeightFormat:
     """How a block stores and multiplies its weights.
 
-    `weight_dtype`: "nf4", "fp4", "int4", "int4_asym", "int8", or None for weights kept as they came. `group_size`:
-    columns that share a scale. `compute_dtype`: "int8", "bf16" or "fp32", see
-    `hf_sparse.quantization.gathered_row_product`.
+    `weight_dtype`: "nf4", "fp4", "int4", "int4_asym", "iq4_nl", "int8", or None for weights kept as they came.
+    `group_size`: columns that share a scale. `compute_dtype`: "int8", "bf16" or "fp32", see
+    `hf_sparse.quantization.gathered_row_product`. `exceptions`: projections that are stored otherwise, by name within
+    their layer ("mlp.down_proj", or "3.mlp.down_proj" for one layer's): weight_dtype and group_size.
     """
 
     weight_dtype: str | None = None
     group_size: int = 64
     compute_dtype: str = "fp32"
+    exceptions: Mapping[str, tuple[str, int]] = field(default_factory=dict, hash=False)
+
+    def of(self, layer: int, projection: str) -> WeightFormat:
+        """That of one projection."""
+        found = self.exceptions.get(f"{layer}.{projection}", self.exceptions.get(projection))
+        return self if found is None else WeightFormat(*found, self.compute_dtype)
 
     @property
     def packed_leaves(self) -> tuple[str, ...]:

@@ -50,6 +50,11 @@ class Codebook:
     def bits(self) -> int:
         return 8 if self.table is None else 4
 
+    @property
+    def zero(self) -> int:
+        """The code nearest to zero, with which rows are padded."""
+        return 0 if self.table is None else int(self.table.abs().argmin())
+
 
 def _four_bit(
     name: str, values: tuple[int, ...], divisor: float, signed_peak: bool = False, offset: bool = False
@@ -74,17 +79,25 @@ _CODEBOOKS = {
         _four_bit("int4", tuple(range(-8, 8)), -8.0, signed_peak=True),
         # Counts up from the smallest weight of the group, as GGUF's Q4_1 does.
         _four_bit("int4_asym", tuple(range(16)), 15.0, offset=True),
+        # GGUF's IQ4_NL. It has no zero: 1 is the nearest.
+        _four_bit(
+            "iq4_nl",
+            (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
+            -127.0,
+            signed_peak=True,
+        ),
         Codebook("int8", 127.0),
     )
 }
 
-WEIGHT_DTYPES = tuple(_CODEBOOKS)
+# Formats to quantize to: iq4_nl is there for codes that are kept.
+WEIGHT_DTYPES = tuple(name for name in _CODEBOOKS if name != "iq4_nl")
 
 
 def codebook(weight_dtype: str) -> Codebook:
     """The codebook of that name. Raises ValueError for an unknown one."""
     if weight_dtype not in _CODEBOOKS:
-        raise ValueError(f"weight_dtype {weight_dtype!r}: expected one of {', '.join(WEIGHT_DTYPES)}, or None")
+        raise ValueError(f"weight_dtype {weight_dtype!r}: expected one of {', '.join(_CODEBOOKS)}, or None")
     return _CODEBOOKS[weight_dtype]
 
 

@@ -38,8 +38,13 @@ def quantize(weight: Tensor, book: Codebook, group_size: int) -> tuple[Tensor, T
     if book.thresholds is None:
         return ratio.round().clamp(-127, 127).to(torch.int8), scales, None
     codes = torch.bucketize(ratio, book.thresholds.to(weight.device), out_int32=True).to(torch.uint8)
+    return pack(codes), scales, offsets
+
+
+def pack(codes: Tensor) -> Tensor:
+    """4-bit codes, uint8 [rows, padded cols], two to a byte: [rows, padded cols / 2]."""
     low, high = codes.unflatten(1, (-1, 2, BLOCK_COLUMNS // 2)).unbind(dim=2)
-    return (low | (high << 4)).flatten(1), scales, offsets
+    return (low | (high << 4)).flatten(1)
 
 
 def dequantize(

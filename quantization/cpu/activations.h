@@ -110,6 +110,11 @@ inline void prepare_row(const Matrix& matrix, const float* x, int64_t row, Compu
     of_group(Size<128>());
 }
 
+// Whether products with both matrices take the same row of activations.
+inline bool see_alike(const Matrix& a, const Matrix& b) {
+    return a.group_size == b.group_size && !a.table == !b.table && !a.scales == !b.scales;
+}
+
 // What the products of a matrix are computed in: numbers are multiplied as floats.
 inline Compute compute_of(const Matrix& matrix, Compute compute) {
     return matrix.scales || compute != int8 ? compute : fp32;

@@ -76,20 +76,27 @@ struct LayerWorker : Worker {
             const float* seen = without_inputs(below, from, a.q.matrix.cols, counted);
             share(a.q, 0, q_rows, prepared(a.q.matrix, seen, a.compute, activations), shared.q);
         }
-        const Activations rows = prepared(a.k.matrix, from, a.compute, activations);
+        const Matrix* seen_by = nullptr;
+        Activations rows;
+        const auto rows_for = [&](const Linear& part) {
+            if (!seen_by || !see_alike(*seen_by, part.matrix)) rows = prepared(part.matrix, from, a.compute, activations);
+            seen_by = &part.matrix;
+            return rows;
+        };
         if (some_heads) {
+            const Activations for_q = rows_for(a.q);
             int64_t at = 0;
             for (int64_t head = 0; head < a.heads; head++) {
                 if (!counts[head]) continue;
                 const int64_t row = head * a.head_dim;  // `at`: this row among those that are computed
-                linear(a.q, row + larger(first - at, 0), row + smaller(last - at, a.head_dim), rows, shared.q);
+                linear(a.q, row + larger(first - at, 0), row + smaller(last - at, a.head_dim), for_q, shared.q);
                 at += a.head_dim;
             }
         } else if (!below && !by_input) {
-            share(a.q, 0, q_rows, rows, shared.q);
+            share(a.q, 0, q_rows, rows_for(a.q), shared.q);
         }
-        share(a.k, computed_rows, kv_rows, rows, shared.k);
-        share(a.v, computed_rows + kv_rows, kv_rows, rows, shared.v);
+        share(a.k, computed_rows, kv_rows, rows_for(a.k), shared.k);
+        share(a.v, computed_rows + kv_rows, kv_rows, rows_for(a.v), shared.v);
         wait_for_all();
 
         if (by_input) {
@@ -293,7 +300,8 @@ struct LayerWorker : Worker {
         };
         // What `up` multiplies; where the gate saw the same it is still there.
         const auto for_up = [&] {
-            if (below || by_input) return prepared(m.up.matrix, from, m.compute, activations);
+            if (below || by_input || !see_alike(gate.matrix, m.up.matrix))
+                return prepared(m.up.matrix, from, m.compute, activations);
             Activations rows;
             ActivationMemory::place(&rows, activations, 1, m.up.matrix.cols, m.up.matrix.group_size,
                                     compute_of(m.up.matrix, m.compute));

@@ -39,6 +39,8 @@ struct Sizes {
                 if (read->matrix.by_input) product = larger(product, padded_rows(read->matrix));
             take(a.q.matrix, &activations);
             take(a.k.matrix, &activations);
+            take(a.v.matrix, &activations);
+            take(m.gate.matrix, &activations);
             take(m.up.matrix, &activations);
             take(a.predictor);
             take(m.predictor);
