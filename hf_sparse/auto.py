@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -12,19 +13,27 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel
-from transformers.utils.hub import cached_file
+from transformers.utils import CONFIG_NAME
+from transformers.utils.hub import cached_file, extract_commit_hash
 
 from hf_sparse.modeling import Placement, Tier, WeightFormat, family_of, hybrid_blocks, swap_blocks
 
+from .adapters import CONFIG as ADAPTER_CONFIG
+from .adapters import WEIGHTS as ADAPTER_WEIGHTS
+from .adapters import AdapterMerger, MergedCheckpoint, is_adapter, show_projections
+from .algorithms import TUNED
 from .calibration import calibrate
 from .checkpoint import Checkpoint, open_checkpoint
-from .config import CACHE_DTYPES, SparseConfig, WeightOnlyQuantConfig
+from .config import CACHE_DTYPES, STORED, SparseConfig, WeightOnlyQuantConfig
 from .gguf_header import read_gguf_header
 from .hub import PLAN_FILES, fetch_plan, is_repo_id
 from .log import logger, show_progress_messages
 from .model import PLAN_FOLDER, SparseMixin, as_sparse, block_neurons, model_fingerprint
 from .plan import PlacementPlan, PlanError, PlanKey
 from .plan_store import plan_directory, plan_lock, save_or_warn
+from .prequantized import Method, PrequantizedCheckpoint, method_of
+from .stored_formats import FOUR_BITS, settle_formats
+from .tuning import tuned
 from .weights import load_weights, skeleton, take_dtype_of
 
 HUB_ARGUMENTS = (
@@ -79,7 +88,8 @@ class SparseAutoModelForCausalLM:
         """Loads a checkpoint, quantizes it tensor by tensor, calibrates on first load, and places every neuron.
 
         Args:
-            pretrained_model_name_or_path: a local directory or a hub id.
+            pretrained_model_name_or_path: a local directory or a hub id, of a model or of a LoRA adapter, which is
+                merged into its base model.
             load_in_4bit: 4-bit weights (nf4, groups of 64); short for `quantization_config=WeightOnlyQuantConfig()`.
             quantization_config: a `WeightOnlyQuantConfig`, or transformers' `BitsAndBytesConfig`.
             gpu_budget: bytes of neurons and other weights that may lie on the GPU: "11GB", "10GiB", "80%", bytes, or a
@@ -130,16 +140,39 @@ class SparseAutoModelForCausalLM:
                 "allowed are True and None"
             )
 
+        adapter = None if gguf_file is not None else _adapter(name, hub)
+        if adapter is not None:
+            name, hub = _base_of(adapter), hub | {"revision": adapter.base_revision, "subfolder": ""}
         config = _config(name, gguf_file, trust_remote_code, hub, kwargs)
         family_of(config.model_type)
-        quantization = _quantization(config, quantization_config, load_in_4bit)
+        quantization, method = _quantization(config, quantization_config, load_in_4bit)
         dtype_of_config = config.dtype
         model = skeleton(config, dtype, attn_implementation, trust_remote_code)
         checkpoint = open_checkpoint(name, model=model, gguf_file=gguf_file, variant=variant, **hub)
+        if method is not None:
+            checkpoint = PrequantizedCheckpoint(checkpoint, method)
+        if adapter is not None:
+            checkpoint = MergedCheckpoint(checkpoint, adapter, model)
         if dtype in (None, "auto") and dtype_of_config is None:
             take_dtype_of(checkpoint, model)
         swap_blocks(model, weight_format(quantization))
-        info = load_weights(model, checkpoint, head_format(quantization))
+        any_four_bits = gguf_file is not None and load_in_4bit and quantization_config is None
+        quantization = settle_formats(quantization, model, checkpoint, any_four_bits)
+        for block in hybrid_blocks(model):
+            block.weights = weight_format(quantization)
+
+        def tokenizer() -> Any:
+            own = None if adapter is None else adapter.directory
+            source = str(own) if own is not None and _has_tokenizer(own) else name
+            return _tokenizer(source, gguf_file, trust_remote_code, hub, checkpoint.directory)
+
+        algorithm = "RTN" if quantization is None else quantization.algorithm
+        if quantization is not None and algorithm in TUNED:
+            make = functools.partial(
+                skeleton, copy.deepcopy(config), model.dtype, attn_implementation, trust_remote_code
+            )
+            checkpoint = tuned(model, checkpoint, quantization, options, tokenizer, make)
+        info = load_weights(model, checkpoint, head_format(quantization), algorithm)
         _load_generation_config(model, name, gguf_file, hub)
 
         sparse = complete(
@@ -150,7 +183,7 @@ class SparseAutoModelForCausalLM:
             asked=None if plan is None else _plan_folder(plan, plan_revision, hub),
             any_settings=not given,
             hub=hub,
-            tokenizer=lambda: _tokenizer(name, gguf_file, trust_remote_code, hub, checkpoint.directory),
+            tokenizer=tokenizer,
         )
         sparse.cache_dtype = None if cache_dtype is None else CACHE_DTYPES[cache_dtype]
         return (sparse, info) if output_loading_info else sparse
@@ -174,6 +207,7 @@ def complete(
     if quantization is not None:
         model.config.quantization_config = quantization
     sparse = as_sparse(model)
+    show_projections(sparse)
     sparse.eval()
     sparse.cache_dtype = None
     sparse.place(_everything_on_the_cpu(sparse))
@@ -202,6 +236,7 @@ def complete(
                     calibrate(sparse, tokenizer(), options, key, directory),
                     base_model=checkpoint.repo_id,
                     base_model_revision=checkpoint.revision_hash,
+                    gguf_file=next((file.name for file in checkpoint.files if file.suffix == ".gguf"), None),
                 )
                 sparse.plan_directory = directory if save_or_warn(found, directory) else None
     sparse.use_plan(found)
@@ -256,30 +291,34 @@ def _config(name: str, gguf_file: str | None, trust_remote_code: bool | None, hu
     return config
 
 
-def _quantization(config: Any, quantization_config: Any, load_in_4bit: bool) -> WeightOnlyQuantConfig | None:
+def _quantization(
+    config: Any, quantization_config: Any, load_in_4bit: bool
+) -> tuple[WeightOnlyQuantConfig | None, Method | None]:
+    """How weights are to be stored, and how the checkpoint stores them where another library quantized it."""
     asked = WeightOnlyQuantConfig.resolve(quantization_config, load_in_4bit)
     stored = getattr(config, "quantization_config", None)
     if stored is None:
-        return asked
+        return asked, None
     fields = stored if isinstance(stored, dict) else stored.to_dict()
     if fields.get("quant_method") != WeightOnlyQuantConfig.quant_method:
-        raise ValueError(
-            f"the checkpoint is quantized with {fields.get('quant_method')!r}, which hf_sparse does not "
-            "read yet; load the unquantized model"
-        )
+        method = method_of(fields)
+        del config.quantization_config
+        keeps_codes = quantization_config is None and (method.bits <= FOUR_BITS or not load_in_4bit)
+        return WeightOnlyQuantConfig(weight_dtype=STORED) if keeps_codes else asked, method
     del config.quantization_config
     saved = WeightOnlyQuantConfig.from_dict(fields)
     if (quantization_config is not None and asked != saved) or (load_in_4bit and saved.weight_dtype == "int8"):
         raise ValueError(
             f"quantization_config: the checkpoint is stored as {saved}, got {asked}; leave the argument out"
         )
-    return saved
+    return saved, None
 
 
 def weight_format(quantization: WeightOnlyQuantConfig | None) -> WeightFormat:
     if quantization is None:
         return WeightFormat()
-    return WeightFormat(quantization.weight_dtype, quantization.group_size, quantization.compute_dtype)
+    form = (quantization.weight_dtype, quantization.group_size, quantization.compute_dtype)
+    return WeightFormat(*form, quantization.exceptions())
 
 
 def head_format(quantization: WeightOnlyQuantConfig | None) -> WeightFormat | None:
@@ -305,9 +344,49 @@ def _tokenizer(
     except OSError:
         return None  # there is none, which the calibration says
     except (ValueError, KeyError, TypeError) as error:
-        if any((directory / file).exists() for file in TOKENIZER_FILES):
+        if _has_tokenizer(directory):
             logger.warning("The tokenizer of %s cannot be read: %s", name, str(error).partition("\n")[0])
         return None
+
+
+def _has_tokenizer(directory: Path) -> bool:
+    return any((directory / file).exists() for file in TOKENIZER_FILES)
+
+
+def _adapter(name: str, hub: dict[str, Any]) -> AdapterMerger | None:
+    """The adapter that `name` is, a folder or a repository, where it is not a model."""
+    if os.path.isdir(name):
+        return AdapterMerger(name) if is_adapter(name) else None
+    if not is_repo_id(name):
+        return None
+
+    def found(file: str) -> str | None:
+        return cached_file(
+            name,
+            file,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_gated_repo=False,
+            _raise_exceptions_for_connection_errors=False,
+            **hub,
+        )
+
+    try:
+        if found(CONFIG_NAME) is not None or found(ADAPTER_CONFIG) is None:
+            return None
+        weights = found(ADAPTER_WEIGHTS)
+    except OSError:
+        return None  # why nothing can be had of this repository is said when its config is asked for
+    if weights is None:
+        raise OSError(f"{name}: an adapter without {ADAPTER_WEIGHTS}; pickled ones are never read")
+    return AdapterMerger(Path(weights).parent, repo_id=name, revision_hash=extract_commit_hash(weights, None))
+
+
+def _base_of(adapter: AdapterMerger) -> str:
+    if adapter.base_model is None:
+        raise ValueError(
+            f"adapter {adapter.directory}: base_model_name_or_path: got none, expected the model it belongs to"
+        )
+    return adapter.base_model
 
 
 # The plan, and every neuron to its tier

@@ -249,9 +249,9 @@ def _self_generated(model: SparseMixin, tokenizer: Any, options: SparseConfig, l
     prompts = prompts[:count]
     start = min(length // 2, min(map(len, prompts)))
     ids = torch.tensor([prompt[-start:] for prompt in prompts])
-    ActivationProfile(model).measure(
-        ids[:2], torch.zeros_like(ids[:2], dtype=torch.bool)
-    )  # a model that computes NaN is named by layer here, before sampling stumbles over it
+    if isinstance(model, SparseMixin):
+        # a model that computes NaN is named by layer here, before sampling stumbles over it
+        ActivationProfile(model).measure(ids[:2], torch.zeros_like(ids[:2], dtype=torch.bool))
     new_tokens = max(1, min(math.ceil(options.calibration_tokens / count), length) - start)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.calibration_seed)

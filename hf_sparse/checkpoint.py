@@ -42,8 +42,10 @@ from transformers.utils import (
 )
 from transformers.utils.hub import cached_file, cached_files, extract_commit_hash, has_file, resolve_revision
 
+from .gguf_blocks import KINDS, GgufMatrix
 from .gguf_header import GgufTensor, read_gguf_header
 from .log import logger
+from .stored_matrix import StoredMatrix
 
 _SAFETENSORS_DTYPES = {
     "F64": torch.float64,
@@ -83,6 +85,10 @@ class Checkpoint(ABC):
     @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, known without reading it. Raises KeyError where there is no tensor of that name."""
+
+    def stored(self, name: str) -> StoredMatrix | None:
+        """The tensor as another library quantized it; None where it consists of numbers."""
+        return None
 
     @abstractmethod
     def _read(self, name: str) -> tuple[Tensor, Path]:
@@ -385,6 +391,31 @@ class GgufCheckpoint(Checkpoint):
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shapes[name]
 
+    def stored(self, name: str) -> StoredMatrix | None:
+        shape, sources = self._shapes[name], self._sources[name]
+        stored_name, stored = sources[0]
+        if len(sources) > 1 or len(shape) != 2 or stored.shape != shape or stored.kind.name not in KINDS:
+            return None
+        order = self._row_order(stored_name, shape)
+        if order is None:
+            return None
+        return GgufMatrix(stored.kind, (shape[0], shape[1]), lambda: _read_rows(self.files[0], stored), order)
+
+    def _row_order(self, stored_name: str, shape: tuple[int, ...]) -> np.ndarray | None:
+        """Which stored row the processor makes each row of; None where it does more than to order rows."""
+        numbered = np.broadcast_to(np.arange(shape[0])[:, None], shape)
+        result = self._processor.process(
+            weights=numbered,
+            name=stored_name,
+            tensor_key_mapping=self._name_of,
+            parsed_parameters={"tensors": {}},
+        )
+        ordered = result.weights
+        if result.name is None or ordered.shape != shape or not bool((ordered == ordered[:, :1]).all()):
+            return None
+        order = ordered[:, 0].copy()
+        return order if np.array_equal(np.sort(order), numbered[:, 0]) else None
+
     def _read(self, name: str) -> tuple[Tensor, Path]:
         file = self.files[0]
         fused: dict[str, dict[str, Tensor]] = {"tensors": {}}  # where processors put what they make of several tensors
@@ -421,12 +452,21 @@ def _letters(architecture: str) -> str:
     return re.sub("[-_]", "", architecture)
 
 
+def _in_rows(raw: np.ndarray, stored: GgufTensor) -> np.ndarray:
+    return raw.reshape(-1, quant_shape_to_byte_shape(stored.shape, stored.kind)[-1])
+
+
+def _read_rows(file: Path, stored: GgufTensor) -> np.ndarray:
+    """uint8 [rows, bytes of a row]."""
+    return _in_rows(_read_bytes(file, stored.offset, stored.nbytes).numpy(), stored)
+
+
 def _read_dequantized(file: Path, name: str, stored: GgufTensor) -> np.ndarray:
     """The values of a tensor, float32 of its stored shape. Decoded in chunks of rows: temporaries stay small."""
     raw = _read_bytes(file, stored.offset, stored.nbytes).numpy()
     if stored.kind == GGMLQuantizationType.F32:
         return raw.view(np.float32).reshape(stored.shape)
-    raw = raw.reshape(-1, quant_shape_to_byte_shape(stored.shape, stored.kind)[-1])
+    raw = _in_rows(raw, stored)
     values = _allocate(4 * math.prod(stored.shape)).numpy().view(np.float32).reshape(len(raw), -1)
     step = max(1, (1 << 20) // stored.shape[-1])
     try:

@@ -19,16 +19,24 @@ from hf_sparse.modeling.neurons import Tier
 
 from .log import warn_once
 
-WEIGHT_DTYPES = ("nf4", "fp4", "int4", "int4_asym", "int8")
+WEIGHT_DTYPES = ("nf4", "fp4", "int4", "int4_asym", "iq4_nl", "int8")
+STORED = "stored"
 CACHE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "int8": torch.int8}
 COMPUTE_DTYPES = ("int8", "bf16", "fp32")
 GROUP_SIZES = (32, 64, 128)
-FORMAT_VERSION = 1
+FORMAT_VERSION = 3  # 1: without formats and algorithm; 2: without algorithm
+ALGORITHMS = {  # the weight_dtypes that each can make, the usual one first
+    "RTN": (*WEIGHT_DTYPES, STORED),
+    "HQQ": ("int4_asym",),
+    "AutoRound": ("int4_asym", "int4"),
+    "GPTQ": ("int4_asym", "int4"),
+}
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _TEXT_SUFFIXES = (".txt", ".jsonl")
 _DATASET = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_PROJECTION = re.compile(r"([0-9]+\.)?[A-Za-z_]\w*(\.\w+)*")
 _AMOUNT = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([a-z]*|%)")
 
 
@@ -60,40 +68,78 @@ def parse_bytes(value: int | str, *, total: int | None = None, name: str = "gpu_
     return int(amount * total / 100)
 
 
-def _require_one_of(name: str, value: object, allowed: Sequence[object]) -> None:
+def _require_one_of(name: str, value: object, allowed: Sequence[object], algorithm: str = "RTN") -> None:
     # type first: True == 1 and 64.0 == 64 would pass a plain membership test
     if not any(type(value) is type(choice) and value == choice for choice in allowed):
-        raise ValueError(f"{name}: got {value!r}, allowed are {', '.join(map(repr, allowed))}")
+        where = "" if algorithm == "RTN" else f" with algorithm {algorithm!r}"
+        raise ValueError(f"{name}: got {value!r}, allowed{where} are {', '.join(map(repr, allowed))}")
 
 
 @dataclass(kw_only=True)
 class WeightOnlyQuantConfig(QuantizationConfigMixin):
     """How the weights of the hybrid blocks are stored and multiplied.
 
-    `weight_dtype`: "nf4", "fp4", "int4", "int4_asym" (with an offset per group) or "int8". `compute_dtype`: what
-    activations are rounded to for the products: "int8" (two signed bytes per activation while decoding, bfloat16 for
-    prompts), "bf16" or "fp32" (not at all). `group_size`: neighbouring weights that share one scale, 32, 64 or 128.
-    `head_dtype`: a weight_dtype for the language modeling head; None leaves it as it is. Raises ValueError on any other
-    value.
+    `weight_dtype`: "nf4", "fp4", "int4", "int4_asym" (with an offset per group), "iq4_nl" or "int8"; or "stored": the
+    codes of a checkpoint that bitsandbytes, GPTQ, AWQ or llama.cpp quantized, wherever they can be kept (a loaded model
+    says what that came to). `compute_dtype`: what activations are rounded to for the products: "int8" (two signed bytes
+    per activation while decoding, bfloat16 for prompts), "bf16" or "fp32" (not at all). `group_size`: neighbouring
+    weights that share one scale, 32, 64 or 128. `head_dtype`: a weight_dtype for the language modeling head; None
+    leaves it as it is. `formats`: projections that are stored otherwise, by name within their layer, with the layer's
+    number in front for one layer alone: {"mlp.down_proj": "int8:64", "3.self_attn.v_proj": "int8:32"}.
+
+    `algorithm`: how numbers become codes. "RTN" rounds to the nearest value. "HQQ" moves the offset of each group until
+    errors are sparse, without data. "AutoRound" and "GPTQ" tune codes on the calibration texts, which takes long, once;
+    what writes to the hidden states, and whatever they leave, is quantized by HQQ, or rounded to "int4". All but "RTN"
+    make "int4_asym", the last two "int4" too; head and other `formats` are rounded. `weight_dtype` left out: "nf4" for
+    "RTN", "int4_asym" for the others. Raises ValueError on any other value.
 
     Saved as "quantization_config" of a model's config.json.
     """
 
     quant_method: str = field(default="hf_sparse", init=False)  # type: ignore[assignment]  # an enum in transformers
-    weight_dtype: str = "nf4"
+    weight_dtype: str = ""  # settled with the algorithm
     compute_dtype: str = "int8"
     group_size: int = 64
     head_dtype: str | None = "int8"
+    formats: Mapping[str, str] = field(default_factory=dict)
+    algorithm: str = "RTN"
 
     def __post_init__(self) -> None:
+        _require_one_of("algorithm", self.algorithm, tuple(ALGORITHMS))
+        if self.weight_dtype == "":
+            self.weight_dtype = ALGORITHMS[self.algorithm][0]
         _require_one_of("head_dtype", self.head_dtype, (None, *WEIGHT_DTYPES))
-        _require_one_of("weight_dtype", self.weight_dtype, WEIGHT_DTYPES)
+        _require_one_of("weight_dtype", self.weight_dtype, ALGORITHMS[self.algorithm], self.algorithm)
         _require_one_of("compute_dtype", self.compute_dtype, COMPUTE_DTYPES)
         _require_one_of("group_size", self.group_size, GROUP_SIZES)
+        formats: object = self.formats
+        if not isinstance(formats, Mapping):
+            raise ValueError(f"formats: got {formats!r}, allowed are mappings: {{'mlp.down_proj': 'int8:64'}}")
+        self.formats = dict(formats)
+        if self.formats and self.weight_dtype == STORED:
+            raise ValueError(f"formats: got {self.formats!r:.100}, allowed is {{}} where weight_dtype is {STORED!r}")
+        forms = [f"{weight_dtype}:{size}" for weight_dtype in WEIGHT_DTYPES for size in GROUP_SIZES]
+        for name, form in self.formats.items():
+            if not isinstance(name, str) or not _PROJECTION.fullmatch(name):
+                raise ValueError(f"formats: got the key {name!r:.100}, allowed are names such as 'mlp.down_proj'")
+            _require_one_of(f"formats[{name!r}]", form, forms)
+
+    def exceptions(self) -> dict[str, tuple[str, int]]:
+        """`formats` as a WeightFormat has them."""
+        parts = {name: form.split(":") for name, form in self.formats.items()}
+        return {name: (weight_dtype, int(size)) for name, (weight_dtype, size) in parts.items()}
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, "quant_method" and "format_version": plain JSON values."""
-        return {**asdict(self), "format_version": FORMAT_VERSION}
+        fields, version = asdict(self), 1
+        # What has its default is left out: a version that other releases read and plans were made for.
+        if self.algorithm == "RTN":
+            del fields["algorithm"]
+        else:
+            version = 3
+        if not self.formats:
+            del fields["formats"]
+        return fields | {"format_version": max(version, 2 if self.formats else 1)}
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
@@ -110,7 +156,7 @@ class WeightOnlyQuantConfig(QuantizationConfigMixin):
             raise ValueError(
                 f"format_version: got {version!r}, this hf_sparse reads 1 to {FORMAT_VERSION}; try a newer one"
             )
-        fields = ("weight_dtype", "compute_dtype", "group_size", "head_dtype")
+        fields = ("weight_dtype", "compute_dtype", "group_size", "head_dtype", "formats", "algorithm")
         if unknown := sorted(set(options) - set(fields)):
             raise ValueError(f"quantization_config: got unknown keys {unknown}, allowed are {list(fields)}")
         unused = {key: value for key, value in kwargs.items() if key not in fields}

@@ -86,9 +86,9 @@ def _as_file_name(text: str) -> str:
 
 
 @contextmanager
-def plan_lock(directory: Path) -> Iterator[None]:
-    """Held while a plan is looked for and calibrated: of two processes that load at once the second waits and finds the
-    plan. Where no lock file can be written a warning says so once, and nothing is locked.
+def plan_lock(directory: Path, what: str = "plan") -> Iterator[None]:
+    """Held while a plan (or `what`) is looked for and calibrated: of two processes that load at once the second waits
+    and finds it. Where no lock file can be written a warning says so once, and nothing is locked.
     """
     lock = FileLock(directory.with_name(f"{directory.name}.lock"))
     try:
@@ -96,7 +96,7 @@ def plan_lock(directory: Path) -> Iterator[None]:
         try:
             lock.acquire(timeout=1)
         except Timeout:
-            logger.info("Another process is making the plan in %s: waiting for it", directory)
+            logger.info("Another process is making the %s in %s: waiting for it", what, directory)
             lock.acquire()
     except (OSError, NotImplementedError) as error:
         warn_once(

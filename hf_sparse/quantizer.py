@@ -17,6 +17,7 @@ from transformers.utils.hub import extract_commit_hash
 
 from hf_sparse.modeling import family_of, hybrid_blocks, swap_blocks
 
+from .algorithms import TUNED
 from .auto import check_device_map, complete, head_format, weight_format
 from .checkpoint import SafetensorsCheckpoint
 from .config import SparseConfig, WeightOnlyQuantConfig
@@ -29,8 +30,15 @@ class SparseQuantizer(HfQuantizer):
     quantization_config: WeightOnlyQuantConfig
 
     def validate_environment(self, device_map: Any = None, **kwargs: Any) -> None:
-        """Raises ValueError for a device map that the plan could not follow."""
+        """Raises ValueError for a device map that the plan could not follow, and for an algorithm that needs the whole
+        model at once.
+        """
         check_device_map(device_map)
+        if not self.pre_quantized and (algorithm := self.quantization_config.algorithm) in TUNED:
+            raise ValueError(
+                f"algorithm: got {algorithm!r}, allowed here are 'RTN' and 'HQQ'; for the others use "
+                "hf_sparse.SparseAutoModelForCausalLM.from_pretrained"
+            )
 
     def update_device_map(self, device_map: Any) -> None:
         """None: placement is the plan's."""
@@ -70,7 +78,7 @@ class SparseQuantizer(HfQuantizer):
             weights=None,
         )
         del model.config.quantization_config
-        load_weights(model, checkpoint, head_format(self.quantization_config))
+        load_weights(model, checkpoint, head_format(self.quantization_config), self.quantization_config.algorithm)
 
         def tokenizer() -> Any:
             try:

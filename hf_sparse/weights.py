@@ -7,7 +7,7 @@ import functools
 import math
 import platform
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,10 +17,13 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, apply_renamings
 from transformers.utils import logging as transformers_logging
 
-from hf_sparse.modeling import HybridBlock, PackedHead, WeightFormat
+from hf_sparse.modeling import HybridBlock, PackedHead, Projection, WeightFormat, hybrid_blocks
+from hf_sparse.quantization import NeuronMatrix
 
+from .algorithms import packed_by
 from .checkpoint import Checkpoint
 from .log import logger
+from .stored_matrix import Repacking
 
 PACKED_LEAVES = ("codes", "scales", "offsets")
 HEAD_ERRORS = {"int8": 0.01}  # relative to the weights; a head that packing would change more stays as it is
@@ -64,24 +67,17 @@ def take_dtype_of(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
         model.config.dtype = dtype
 
 
-def load_weights(model: PreTrainedModel, checkpoint: Checkpoint, head: WeightFormat | None = None) -> dict[str, Any]:
+def load_weights(
+    model: PreTrainedModel, checkpoint: Checkpoint, head: WeightFormat | None = None, algorithm: str = "RTN"
+) -> dict[str, Any]:
     """Streams every tensor of the checkpoint to its block or parameter. Returns transformers' loading info. `head`: how
-    the language modeling head is stored; None: as it comes.
+    the language modeling head is stored; None: as it comes. `algorithm`: of WeightOnlyQuantConfig.
     """
+    _check_exceptions(model)
     legacy_names = [t for t in get_model_conversion_mapping(model) if isinstance(t, WeightRenaming)]
     packer = _HeadPacker(model, {apply_renamings(name, legacy_names) for name in checkpoint.names()}, head)
     slots = _slots(model)
-    prefix = f"{model.base_model_prefix}."
-    renamed = {}
-    unexpected = []
-    for name in checkpoint.names():
-        current = apply_renamings(name, legacy_names)
-        candidates = (current, prefix + current, current.removeprefix(prefix))
-        slot = next((candidate for candidate in candidates if candidate in slots), None)
-        if slot is None:
-            unexpected.append(name)
-        else:
-            renamed[name] = slot
+    renamed, unexpected = _matched(model, checkpoint, slots)
     missing = _missing(model, slots, set(renamed.values()))
     if missing:
         raise ValueError(
@@ -89,16 +85,23 @@ def load_weights(model: PreTrainedModel, checkpoint: Checkpoint, head: WeightFor
         )
 
     bar = transformers_logging.tqdm(renamed.items(), desc="Packing weights")
+    repacking = Repacking()
     with torch.no_grad():
         for name, slot in bar:
             owner, local = slots[slot]
+            if isinstance(owner, HybridBlock) and (
+                matrix := _repacked(checkpoint, name, owner, local, repacking, algorithm)
+            ):
+                owner.load(local, matrix)
+                _return_freed_memory()
+                continue
             tensor = checkpoint.tensor(name)
             packed = local.rpartition(".")[2] in PACKED_LEAVES
             if not (packed or tensor.is_floating_point()):
                 raise ValueError(f"{name}: expected floating numbers, got {tensor.dtype}, and no quantization_config")
             try:
                 if isinstance(owner, HybridBlock):
-                    owner.load(local, tensor if packed else tensor.to(model.dtype))
+                    owner.load(local, tensor if packed else _packed(tensor.to(model.dtype), owner, local, algorithm))
                 elif isinstance(owner, PackedHead) and packed:
                     owner.load(local, tensor)
                 else:
@@ -108,6 +111,7 @@ def load_weights(model: PreTrainedModel, checkpoint: Checkpoint, head: WeightFor
                 raise ValueError(f"{name}: {error}") from error
             del tensor
             _return_freed_memory()
+    repacking.say(checkpoint.directory)
     absent = set(slots) - set(renamed.values())
     model.tie_weights(
         missing_keys={name for name in absent if not isinstance(slots[name][0], HybridBlock)}, recompute_mapping=False
@@ -125,6 +129,77 @@ def load_weights(model: PreTrainedModel, checkpoint: Checkpoint, head: WeightFor
             _some(unexpected),
         )
     return {"missing_keys": set(), "unexpected_keys": set(unexpected), "mismatched_keys": set(), "error_msgs": []}
+
+
+def _check_exceptions(model: PreTrainedModel) -> None:
+    """Raises ValueError where a block's format names a projection that the model does not have."""
+    blocks = list(hybrid_blocks(model))
+    there = {(block.id.layer, f"{block.prefix}{name}") for block in blocks for name in block.projections}
+    names = {name for _, name in there} | {f"{layer}.{name}" for layer, name in there}
+    if alien := sorted({name for block in blocks for name in block.weights.exceptions} - names):
+        usual = sorted({name for _, name in there})
+        raise ValueError(f"formats: the model has no projection {alien[0]!r}, it has {', '.join(usual)}")
+
+
+def _matched(
+    model: PreTrainedModel, checkpoint: Checkpoint, slots: Collection[str]
+) -> tuple[dict[str, str], list[str]]:
+    """Which tensor of the checkpoint goes to which slot, and those that go nowhere."""
+    legacy_names = [t for t in get_model_conversion_mapping(model) if isinstance(t, WeightRenaming)]
+    prefix = f"{model.base_model_prefix}."
+    renamed = {}
+    unexpected = []
+    for name in checkpoint.names():
+        current = apply_renamings(name, legacy_names)
+        candidates = (current, prefix + current, current.removeprefix(prefix))
+        slot = next((candidate for candidate in candidates if candidate in slots), None)
+        if slot is None:
+            unexpected.append(name)
+        else:
+            renamed[name] = slot
+    return renamed, unexpected
+
+
+def projections_in(
+    model: PreTrainedModel, checkpoint: Checkpoint
+) -> Iterator[tuple[HybridBlock, Projection, str, str]]:
+    """Of every projection of the hybrid blocks that comes as a weight: its block, and the tensor's names in the
+    checkpoint and in the model.
+    """
+    slots = _slots(model)
+    for name, slot in _matched(model, checkpoint, slots)[0].items():
+        owner, local = slots[slot]
+        projection, _, leaf = local.rpartition(".")
+        if isinstance(owner, HybridBlock) and leaf == "weight":
+            yield owner, owner.projections[projection], name, slot
+
+
+def _packed(tensor: torch.Tensor, block: HybridBlock, local: str, algorithm: str) -> torch.Tensor | NeuronMatrix:
+    """The tensor, packed where `algorithm` does that otherwise than the block."""
+    projection, _, leaf = local.rpartition(".")
+    pack = packed_by(algorithm, block.form_of(projection)) if leaf == "weight" else None
+    if pack is None:
+        return tensor
+    return pack(tensor.T if block.projections[projection].writes else tensor)
+
+
+def _repacked(
+    checkpoint: Checkpoint, name: str, block: HybridBlock, local: str, repacking: Repacking, algorithm: str
+) -> NeuronMatrix | None:
+    """The weight as the block stores it, where another library quantized it and it is not to become plain numbers."""
+    projection, _, leaf = local.rpartition(".")
+    if leaf != "weight" or block.form_of(projection).weight_dtype is None:
+        return None
+    try:
+        stored = checkpoint.stored(name)
+        if stored is None:
+            return None
+        form, writes = block.form_of(projection), block.projections[projection].writes
+        if packed_by(algorithm, form) and (writes or stored.form != (form.weight_dtype, form.group_size)):
+            return None  # its codes cannot stay: the algorithm quantizes the numbers
+        return repacking.repack(name, stored, form, writes)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
 class _HeadPacker:

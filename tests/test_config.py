@@ -136,7 +136,7 @@ def test_quantization_config_takes_no_unknown_argument() -> None:
     ("change", "message"),
     [
         ({"bits": 4}, r"unknown keys \['bits'\]"),
-        ({"format_version": 2}, "format_version: got 2"),
+        ({"format_version": 4}, "format_version: got 4"),
         ({"format_version": "1"}, "format_version: got '1'"),
         ({"format_version": True}, "format_version: got True"),
         ({"quant_method": "gptq"}, "quant_method: got 'gptq'"),

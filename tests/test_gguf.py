@@ -10,24 +10,12 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
-from gguf.quants import quantize
+from gguf_files import LLAMA, NEURONS, WIDTH, finish, start_gguf, write_gguf
 from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from hf_sparse.checkpoint import open_checkpoint
 from hf_sparse.gguf_header import read_gguf_header
-
-# rows are multiples of 32, so that the block formats can store them
-VOCABULARY, WIDTH, NEURONS, LAYERS, HEADS, KV_HEADS = 112, 64, 160, 3, 8, 2
-LLAMA = LlamaConfig(
-    vocab_size=VOCABULARY,
-    hidden_size=WIDTH,
-    intermediate_size=NEURONS,
-    num_hidden_layers=LAYERS,
-    num_attention_heads=HEADS,
-    num_key_value_heads=KV_HEADS,
-    tie_word_embeddings=False,
-)
 
 
 def on_meta(config: Any) -> PreTrainedModel:
@@ -44,73 +32,6 @@ def meta_model() -> PreTrainedModel:
 def weights() -> dict[str, torch.Tensor]:
     torch.manual_seed(12)
     return LlamaForCausalLM(LLAMA).state_dict()
-
-
-GGUF_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-
-
-def gguf_name(name: str) -> str:
-    layer = ""
-    stem = name.removesuffix(".weight")
-    if stem.startswith("model.layers."):
-        _, _, number, stem = stem.split(".", 3)
-        layer = f"blk.{number}."
-    return f"{layer}{GGUF_NAMES[stem]}.weight"
-
-
-def interleave(weight: np.ndarray, heads: int) -> np.ndarray:
-    """llama.cpp's order of the rows of q and k."""
-    halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, weight.shape[1])
-    return halves.swapaxes(1, 2).reshape(weight.shape)
-
-
-def start_gguf(path: Path, architecture: str = "llama") -> GGUFWriter:
-    writer = GGUFWriter(str(path), architecture)
-    writer.add_context_length(50)
-    writer.add_embedding_length(WIDTH)
-    writer.add_block_count(LAYERS)
-    writer.add_feed_forward_length(NEURONS)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(VOCABULARY)
-    writer.add_token_list([f"token{i}" for i in range(VOCABULARY)])
-    writer.add_array("test.numbers", [1.5, 2.5, 3.5])
-    return writer
-
-
-def finish(writer: GGUFWriter) -> None:
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def write_gguf(path: Path, tensors: dict[str, torch.Tensor], kind: GGMLQuantizationType) -> None:
-    writer = start_gguf(path)
-    for name, tensor in tensors.items():
-        weight = tensor.detach().float().numpy()
-        if ".q_proj" in name:
-            weight = interleave(weight, HEADS)
-        if ".k_proj" in name:
-            weight = interleave(weight, KV_HEADS)
-        stored_as = kind if weight.ndim == 2 else GGMLQuantizationType.F32
-        writer.add_tensor(gguf_name(name), quantize(weight, stored_as), raw_dtype=stored_as)
-    finish(writer)
 
 
 F32, F16, Q4_1, Q5_0, Q8_0, BF16 = (GGMLQuantizationType[k] for k in ("F32", "F16", "Q4_1", "Q5_0", "Q8_0", "BF16"))
