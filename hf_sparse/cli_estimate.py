@@ -44,7 +44,7 @@ def estimate(
     devices: Annotated[
         Path | None, typer.Option(metavar="FILE", help="More known devices, as JSON.", rich_help_panel=MACHINE)
     ] = None,
-    weight_dtype: WeightDtype = "nf4",
+    weight_dtype: WeightDtype = None,
     group_size: GroupSize = None,
     cache_tokens: Annotated[
         int, typer.Option(min=0, metavar="COUNT", help="Tokens to leave room for.", rich_help_panel=LOADING)
@@ -118,7 +118,7 @@ def estimate(
         config,
         gpus,
         host,
-        None if weight_dtype == "none" else weight_dtype,
+        None if weight_dtype == "none" else weight_dtype or "nf4",
         64 if group_size is None else group_size,
         estimating.find_plan(folder, plan) if active is None else None,
         activity,

@@ -23,9 +23,20 @@ stdout, stderr = Console(), Console(stderr=True)
 LOADING, GENERATION, EVALUATION = "Weights and placement", "Generation", "Evaluation"
 STREAMING = "Endless texts"
 WeightDtype = Annotated[
-    str,
+    str | None,
     typer.Option(
-        metavar="TYPE", help="nf4, fp4, int4, int4_asym, int8, or none: as they came.", rich_help_panel=LOADING
+        metavar="TYPE",
+        help="nf4, fp4, int4, int4_asym, iq4_nl, int8, or none: as they came. Default: nf4; or the algorithm's.",
+        rich_help_panel=LOADING,
+    ),
+]
+Algorithm = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Of quantizing: RTN rounds; HQQ, AutoRound and GPTQ lose less, the last two after long tuning. "
+        "Default: RTN.",
+        rich_help_panel=LOADING,
     ),
 ]
 GroupSize = Annotated[
@@ -178,7 +189,8 @@ class Loading:
     cache_tokens: CacheTokens = None
     plan: Plan = None
     plan_revision: PlanRevision = None
-    weight_dtype: WeightDtype = "nf4"
+    weight_dtype: WeightDtype = None
+    algorithm: Algorithm = None
     compute_dtype: ComputeDtype = None
     group_size: GroupSize = None
     head_dtype: HeadDtype = None
@@ -190,18 +202,10 @@ class Loading:
     def load(self, source: dict[str, Any]) -> SparseMixin:
         """The model at `source`, which `find_source` gave."""
         from .auto import SparseAutoModelForCausalLM
-        from .config import WeightOnlyQuantConfig
 
-        packing = given(compute_dtype=self.compute_dtype, group_size=self.group_size, head_dtype=self.head_dtype)
-        if self.weight_dtype == "none" and packing:
-            raise ValueError(f"{', '.join(packing)}: needs quantized weights, but weight_dtype is 'none'")
-        if self.head_dtype == "none":
-            packing["head_dtype"] = None
         model: Any = SparseAutoModelForCausalLM.from_pretrained(
             **source,
-            quantization_config=None
-            if self.weight_dtype == "none"
-            else WeightOnlyQuantConfig(weight_dtype=self.weight_dtype, **packing),
+            **self._packing(source),
             gpu_budget=self.gpu_budget,
             cache_tokens=self.cache_tokens,
             plan=self.plan,
@@ -214,6 +218,39 @@ class Loading:
             ),
         )
         return model
+
+    def _packing(self, source: dict[str, Any]) -> dict[str, Any]:
+        """How weights are to be stored. Without a word about it a checkpoint that is quantized stays as it is."""
+        from .config import WeightOnlyQuantConfig
+
+        options = given(
+            algorithm=self.algorithm,
+            compute_dtype=self.compute_dtype,
+            group_size=self.group_size,
+            head_dtype=self.head_dtype,
+        )
+        if self.weight_dtype == "none":
+            if options:
+                raise ValueError(f"{', '.join(options)}: needs quantized weights, but weight_dtype is 'none'")
+            return {}
+        if self.weight_dtype is None and not options:
+            return {"load_in_4bit": not _is_quantized(source)}
+        if self.head_dtype == "none":
+            options["head_dtype"] = None
+        return {"quantization_config": WeightOnlyQuantConfig(**given(weight_dtype=self.weight_dtype), **options)}
+
+
+def _is_quantized(source: dict[str, Any]) -> bool:
+    """Whether its config says so; a GGUF has none, and keeps codes of 4 bits by itself."""
+    from transformers import PreTrainedConfig
+
+    if source["gguf_file"] is not None:
+        return False
+    try:
+        config, _ = PreTrainedConfig.get_config_dict(source["pretrained_model_name_or_path"])
+    except OSError:
+        return False  # an adapter, or what from_pretrained has a better error for
+    return config.get("quantization_config") is not None
 
 
 def takes_loading_options(command: Callable[..., None]) -> Callable[..., None]:

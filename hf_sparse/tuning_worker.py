@@ -49,7 +49,7 @@ def _auto_round(folder: Path, job: Job, rows: Tensor, device: str) -> None:
     rounding: Any = AutoRound(
         str(folder / MODEL),
         AutoTokenizer.from_pretrained(folder / MODEL),
-        alg_configs=SignRoundConfig(iters=job.steps),
+        alg_configs=SignRoundConfig(iters=job.steps, lr=5e-3),  # of its light recipe
         scheme={"bits": 4, "group_size": job.group_size, "sym": job.symmetric, "data_type": "int"},
         scale_dtype="bf16",  # what they are stored in here
         layer_config={name: {"bits": 16} for name in job.leave},

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoTokenizer
 from typer.testing import CliRunner, Result
 
-from hf_sparse import SparseAutoModelForCausalLM, __version__, probes
+from hf_sparse import SparseAutoModelForCausalLM, WeightOnlyQuantConfig, __version__, probes
 from hf_sparse.cli import app
 from hf_sparse.hardware import CONSERVATIVE
 from tiny_models import save_checkpoint, save_tokenizer
@@ -303,3 +303,13 @@ def test_estimate_computes_all_neurons_without_exact_zeros(tmp_path: Path) -> No
 def test_estimates_that_cannot_be_are_one_line(options: list[str], named: str, tmp_path: Path) -> None:
     save_checkpoint("llama", tmp_path)
     assert named in error_line("estimate", tmp_path, "--cpu", "i9-13900K", *options)
+
+
+def test_a_model_that_is_packed_already_stays_as_it_is(model: Path, tmp_path: Path) -> None:
+    quantization = WeightOnlyQuantConfig(weight_dtype="int8", group_size=32)
+    packed = SparseAutoModelForCausalLM.from_pretrained(
+        model, quantization_config=quantization, calibration_tokens=64, max_perplexity_increase=0
+    )
+    packed.save_pretrained(tmp_path / "saved")
+    output = succeed("plan", str(tmp_path / "saved")).stdout.replace("\n", "")
+    assert f"Saved in {tmp_path / 'saved' / 'hf_sparse_plan'}" in output
